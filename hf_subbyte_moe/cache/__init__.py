@@ -1,0 +1,18 @@
+"""The packed cache and its attention function."""
+
+from hf_subbyte_moe.cache.attention import ATTENTION_NAME, PREVIOUS_ATTRIBUTE, register_attention
+from hf_subbyte_moe.cache.cache import CACHE_NAME, EntropySubbyteCache, refuse_unsupported
+from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
+from hf_subbyte_moe.cache.packing import LayerStatistics
+
+
+__all__ = [
+    "ATTENTION_NAME",
+    "CACHE_NAME",
+    "PREVIOUS_ATTRIBUTE",
+    "EntropySubbyteCache",
+    "EntropySubbyteLayer",
+    "LayerStatistics",
+    "refuse_unsupported",
+    "register_attention",
+]

@@ -1,0 +1,172 @@
+"""The attention function that models call while they use our cache.
+
+Registered with Transformers as ``entropy_subbyte``. Keys that do not come from our cache go to the function that the
+model had before. A prompt without packed history is computed exactly by that function too; then its statistics are
+taken and the layer packs. Everything else is attention over packed tiles.
+
+Source: the interface, https://huggingface.co/docs/transformers/attention_interface.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_subbyte_moe.cache.handle import LayerView, PackedKV
+from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
+from hf_subbyte_moe.cache.packing import PromptQueries
+from hf_subbyte_moe.cache.window import Ints
+from hf_subbyte_moe.ops import decode_attention
+from hf_subbyte_moe.policy import output_weight
+
+
+ATTENTION_NAME = "entropy_subbyte"
+PREVIOUS_ATTRIBUTE = "_hf_subbyte_attention"  # on each attention module: the implementation that it had before
+_DEFAULT = "sdpa"
+_UNSUPPORTED = {
+    "s_aux": "attention sinks in the softmax",
+    "softcap": "soft-capped scores",
+    "position_bias": "a position bias",
+}
+
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of a module of any Transformers model.
+
+    Args:
+        module: the attention module.
+        query: ``[B, HQ, Sq, D]``.
+        key: ``[B, H, T, D]``, from our cache or not.
+        value: ``[B, H, T, Dv]``.
+        attention_mask: bool ``[B, 1, Sq, T]``, or None for a causal one without padding.
+        scaling: factor of the scores; ``D ** -0.5`` by default.
+        dropout: for keys that are not from our cache.
+        **kwargs: for the function that the model had before.
+
+    Returns:
+        ``[B, Sq, HQ, Dv]``, and no attention weights for keys of our cache.
+
+    Raises:
+        ValueError: something about the attention that the packed cache cannot do.
+    """
+    if not isinstance(key, PackedKV):
+        return _previous(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    _refuse_unsupported(module, kwargs, dropout)
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    view = key.view_of
+    view.layer.claim(module)
+    if view.pending:
+        return _prompt(module, view, query, attention_mask, scaling, kwargs)
+    layer = view.layer
+    keys, values = layer.rows.packed() if layer.has_tiles else (None, None)
+    result = decode_attention(query, layer.rows.exact(), keys, values, scaling)
+    return _to_model(result.output, query), None
+
+
+def _to_model(output: Tensor, query: Tensor) -> Tensor:
+    """``[B, HQ, Sq, Dv]`` fp32 -> ``[B, Sq, HQ, Dv]`` in the model's dtype."""
+    return output.to(query.dtype).transpose(1, 2).contiguous()
+
+
+def _prompt(
+    module: torch.nn.Module,
+    view: LayerView,
+    query: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    kwargs: Mapping[str, Any],
+) -> tuple[Tensor, None]:
+    """Several new tokens, or the first one: exact attention among them, then packing."""
+    layer = view.layer
+    layer.set_starts(_row_starts(attention_mask, query.shape[0], layer))
+    if layer.has_tiles:
+        keys, values = layer.rows.packed()
+        result = decode_attention(query, layer.exact_with_pending(), keys, values, scaling)
+        output = _to_model(result.output, query)
+    else:
+        states = layer.dequantize() if layer.rows.lengths.any() else layer.pending
+        output, _ = _previous(module, query, *states, attention_mask, scaling=scaling, dropout=0.0, **kwargs)
+    layer.settle(PromptQueries(query, scaling, output_weight(module, output.shape[2] * output.shape[3])))
+    return output, None
+
+
+def _row_starts(attention_mask: Tensor | None, batch: int, layer: EntropySubbyteLayer) -> Ints:
+    """Padding columns on the left of each row, from what the last query may see.
+
+    Raises:
+        ValueError: the mask hides columns between visible ones or on the right.
+    """
+    if attention_mask is None:
+        return np.zeros(batch, dtype=np.int64)
+    last = attention_mask[:, 0, -1, :]
+    visible = (last if last.dtype == torch.bool else last == 0).cpu().numpy()
+    visible = np.broadcast_to(visible, (batch, visible.shape[1]))
+    starts = np.where(visible.any(1), visible.argmax(1), visible.shape[1])
+    if not np.array_equal(visible.sum(1), visible.shape[1] - starts) or visible.shape[1] != layer.length:
+        raise ValueError(
+            "the entropy_subbyte cache supports left padding only: the attention mask hides columns on the right of "
+            "or between visible ones"
+        )
+    return np.asarray(starts)
+
+
+def _refuse_unsupported(module: torch.nn.Module, kwargs: Mapping[str, Any], dropout: float) -> None:
+    for name, what in _UNSUPPORTED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} uses {what}, which the entropy_subbyte cache does not support")
+    if module.training and dropout:
+        raise ValueError("the entropy_subbyte cache is for inference: call model.eval() first")
+
+
+def _previous(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The function that the model had before, with the mask in the form that it expects."""
+    name = getattr(module, PREVIOUS_ATTRIBUTE, _DEFAULT)
+    if name == "eager":
+        function: Attention = sys.modules[type(module).__module__].eager_attention_forward
+        attention_mask = _additive(attention_mask, query, key)
+    else:
+        function = ALL_ATTENTION_FUNCTIONS[name if _takes_dense_mask(name) or "flash" in name else _DEFAULT]
+        if "flash" in name and attention_mask is not None:
+            attention_mask = attention_mask[:, 0, -1, :]  # [B, T], which columns are real
+    return function(module, query, key, value, attention_mask, **kwargs)
+
+
+def _takes_dense_mask(name: str) -> bool:
+    return name == "sdpa" or ("flash" not in name and "flex" not in name and "paged" not in name)
+
+
+def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """A bool mask as eager functions add it; no mask is a causal one."""
+    queries, tokens = query.shape[2], key.shape[2]
+    if mask is None:
+        if queries == 1:
+            return None
+        mask = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).tril(tokens - queries)[None, None]
+    if mask.dtype != torch.bool:
+        return mask
+    lowest = torch.finfo(query.dtype).min
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)
+
+
+def register_attention() -> None:
+    """Make the name known to Transformers; harmless when repeated."""
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)

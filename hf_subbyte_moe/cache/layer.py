@@ -1,0 +1,305 @@
+"""One decoder layer's KV cache in sub-byte tiles, as Transformers sees it.
+
+A row's tokens, oldest first: sinks (exact), packed tiles of 128 tokens, window (exact, the ring of ``window.py``).
+A prompt's tokens stay exact until their attention call, which measures how the heads attend and then has them packed;
+so packing costs one layer's exact keys and values at a time. A single new token enters the window, and where the
+window holds a tile more than its recent tokens, the oldest tile is quantized once, whole, and appended.
+
+Columns count as Transformers counts them, padding included; the rows of ``packing.py`` hold no padding.
+
+Gives up: cropping into a tile brings what is left of it back with its quantization error.
+"""
+
+import warnings
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from hf_subbyte_moe.cache.handle import LayerView, PackedKV
+from hf_subbyte_moe.cache.packing import BitLedger, LayerStatistics, PackedRows, PromptQueries
+from hf_subbyte_moe.cache.window import Ints
+from hf_subbyte_moe.codecs.rotation import rotation_block
+from hf_subbyte_moe.config import KVCacheConfig
+from hf_subbyte_moe.ops import ExactTokens
+from hf_subbyte_moe.policy import KEYS, VALUES, Policy, check_budget
+
+
+class EntropySubbyteLayer(CacheLayerMixin):
+    """Keys and values of one layer; see the module's text.
+
+    Attributes:
+        length: columns, padding included.
+        starts: ``[B]`` padding columns of each row.
+        rows: the stored tokens; exists from the first update on.
+        statistics: what was measured and chosen.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+    rows: PackedRows
+
+    def __init__(self, config: KVCacheConfig, policy: Policy, previous: "EntropySubbyteLayer | None") -> None:
+        """``previous`` is the packed layer before this one, whose unspent bits this one may use."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._config = config
+        self._policy = policy
+        self._ledger: BitLedger = BitLedger(None if previous is None else previous._ledger)
+        self.statistics = LayerStatistics(config.policy)
+        self._attention: weakref.ref[torch.nn.Module] | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.is_initialized = False
+        self.length = 0
+        self.starts: Ints = np.zeros(0, dtype=np.int64)
+        self._pending: tuple[Tensor, Tensor] | None = None
+        self.statistics.chunks = []
+        self.__dict__.pop("rows", None)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take shapes, dtype and device from the first states ``[B, H, any, D]``.
+
+        Raises:
+            ValueError: a head dimension that cannot be packed, or a budget out of its reach.
+        """
+        for dim in (key_states.shape[-1], value_states.shape[-1]):
+            rotation_block(dim)
+            check_budget(self._config, dim)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.rows = PackedRows(self._config, self._policy, self._ledger, self.statistics, key_states, value_states)
+        self.starts = np.zeros(key_states.shape[0], dtype=np.int64)
+        self.keys, self.values = key_states.new_empty(0), value_states.new_empty(0)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Add tokens.
+
+        Args:
+            key_states: ``[B, H, T, D]``, T at least 1, finite.
+            value_states: ``[B, H, T, Dv]``.
+            *args: ignored, as every cache layer of Transformers does.
+            **kwargs: likewise.
+
+        Returns:
+            :class:`PackedKV` keys and values of all tokens so far.
+
+        Raises:
+            ValueError: no token, other shapes than before, or a value that is not finite; nothing is stored then.
+            RuntimeError: gradients are wanted.
+        """
+        self._check_states(key_states, value_states)
+        self.settle_without_statistics()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._check_geometry(key_states, value_states)
+        if key_states.shape[2] == 1 and self.length:
+            self._append(key_states, value_states)
+        else:
+            self._pending = (key_states, value_states)
+        self.length += key_states.shape[2]
+        view = LayerView(self, self._pending is not None)
+        shape = (*key_states.shape[:2], self.length)
+        return (
+            PackedKV(view, KEYS, (*shape, key_states.shape[-1]), key_states),
+            PackedKV(view, VALUES, (*shape, value_states.shape[-1]), value_states),
+        )
+
+    def _append(self, key_states: Tensor, value_states: Tensor) -> None:
+        """One token a row; rows whose window is full pack their oldest tile first, all or none."""
+        due = [(row, *self.rows.oldest_tile(row)) for row in self.rows.rows_due()]
+        for _, key, value in due:
+            self._check_finite(key, value)
+        for row, key, value in due:
+            self.rows.pack_oldest(row, key, value)
+        self.rows.append(key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        """Columns so far, padding included."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns after an update of ``query_length`` tokens, and the first of them."""
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Unbounded."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """The name of :meth:`get_max_length` in older releases of Transformers."""
+        return self.get_max_length()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` columns; a number or a 0-dimensional tensor, at most 0.
+
+        Raises:
+            ValueError: a positive number.
+        """
+        count = -int(tokens_to_remove)
+        if count < 0:
+            raise ValueError(f"crop({-count}): give the number of tokens to remove as a negative number")
+        if count == 0 or not self.is_initialized:
+            return
+        self.settle_without_statistics()
+        self.length = max(0, self.length - count)
+        self.starts = np.minimum(self.starts, self.length)
+        for row, start in enumerate(self.starts.tolist()):
+            self.rows.crop(row, self.length - start)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows become ``beam_idx`` of the old rows; everything that belongs to a row moves with it."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        self.batch_select_indices(torch.arange(len(self.starts)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order; also a mask of booleans."""
+        if not self.is_initialized:
+            return
+        self.settle_without_statistics()
+        chosen = np.arange(len(self.starts))[indices.detach().cpu().numpy()]
+        self.rows.select_rows(chosen)
+        self.starts = self.starts[chosen]
+
+    def offload(self) -> None:
+        """Not supported: a packed cache is small enough to stay.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("cache offloading is not supported by the entropy_subbyte cache")
+
+    # ------------------------------------------------------------------ what our attention function calls
+
+    @property
+    def has_tiles(self) -> bool:
+        """Some row has packed tiles."""
+        return not self.rows.store.empty
+
+    def claim(self, module: torch.nn.Module) -> None:
+        """Remember whose layer this is.
+
+        Raises:
+            ValueError: another model filled this cache.
+        """
+        owner = None if self._attention is None else self._attention()
+        if owner is None:
+            self._attention = weakref.ref(module)
+        elif owner is not module:
+            raise ValueError("this cache was filled by another model; make a new one for this model")
+
+    def set_starts(self, starts: Ints) -> None:
+        """Say how many columns of each row are padding, while the first tokens are pending.
+
+        Raises:
+            ValueError: later tokens come with other padding.
+        """
+        if self.length == self.pending[KEYS].shape[2]:
+            self.starts = starts
+        elif not np.array_equal(starts, self.starts):
+            raise ValueError(
+                "the attention mask pads other columns than the first prompt's did; only left padding of the first "
+                "prompt is supported"
+            )
+
+    @property
+    def pending(self) -> tuple[Tensor, Tensor]:
+        """New keys and values ``[B, H, q, D]`` that wait for their attention call."""
+        assert self._pending is not None
+        return self._pending
+
+    def exact_with_pending(self) -> ExactTokens:
+        """Sinks, window and the pending tokens, with a causal mask for the pending queries."""
+        key, value = self.pending
+        held, queries = self.rows.exact(), key.shape[2]
+        column = torch.arange(queries, device=self.device)
+        old = self.length - queries
+        real = torch.from_numpy(self.starts).to(self.device)[:, None] <= old + column  # [B, q]
+        causal = (column <= column[:, None]) & real[:, None]
+        return ExactTokens(
+            torch.cat([held.keys, key], dim=2),
+            torch.cat([held.values, value], dim=2),
+            torch.cat([held.visible.expand(-1, queries, -1), causal], dim=2),
+        )
+
+    def settle(self, queries: PromptQueries | None) -> None:
+        """Store the pending tokens and pack what is due, measured with the queries that came with them."""
+        key_states, value_states = self.pending
+        self._pending = None
+        old = self.length - key_states.shape[2]
+        for row, start in enumerate(self.starts.tolist()):
+            new = slice(max(0, start - old), None)  # behind the padding
+            key, value = key_states[row, :, new], value_states[row, :, new]
+            if not key.shape[1]:
+                continue
+            row_queries = None
+            if queries is not None:
+                query = queries.query[row : row + 1, :, new]
+                row_queries = PromptQueries(query, queries.scaling, queries.weight)
+            self.rows.add(row, key, value, row_queries)
+
+    def settle_without_statistics(self) -> None:
+        """Store the pending tokens, if any, by prior knowledge alone: our attention function was not called."""
+        if self._pending is None:
+            return
+        warnings.warn(
+            "the model did not call the entropy_subbyte attention function, so nothing was measured and every head "
+            "gets its tiers by prior knowledge; use hf_subbyte_moe.apply(model) or model.generate()",
+            stacklevel=3,
+        )
+        self.settle(None)
+
+    def dequantize(self) -> tuple[Tensor, Tensor]:
+        """All keys and values ``[B, H, T, D]`` in the model's dtype; zero where a column is padding."""
+        held = (self.rows.window.keys, self.rows.window.values)
+        out = [states.new_zeros(*states.shape[:2], self.length, states.shape[-1]) for states in held]
+        for row, start in enumerate(self.starts.tolist()):
+            for states, stored in zip(out, self.rows.read(row), strict=True):
+                states[row, :, start : start + stored.shape[1]] = stored
+        if self._pending is not None:
+            for states, new in zip(out, self._pending, strict=True):
+                states[:, :, self.length - new.shape[2] :] = new
+        return out[KEYS], out[VALUES]
+
+    def allocated_bytes(self) -> int:
+        """Everything that the layer holds, spare capacity included."""
+        if not self.is_initialized:
+            return 0
+        pending = () if self._pending is None else self._pending
+        return self.rows.nbytes() + sum(states.nbytes for states in pending)
+
+    # ------------------------------------------------------------------ checks
+
+    def _check_states(self, key_states: Tensor, value_states: Tensor) -> None:
+        if key_states.shape[2] == 0:
+            raise ValueError("the prompt is empty: update() needs at least one token")
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise RuntimeError("the entropy_subbyte cache is for inference: run the model under torch.no_grad()")
+        # one token on an accelerator is checked when its tile is packed: looking at it now would wait for the device
+        if key_states.shape[2] > 1 or key_states.device.type == "cpu":
+            self._check_finite(key_states, value_states)
+
+    @staticmethod
+    def _check_finite(key_states: Tensor, value_states: Tensor) -> None:
+        for name, states in (("keys", key_states), ("values", value_states)):
+            if not bool(torch.isfinite(states).all()):
+                raise ValueError(f"the {name} hold NaN or Inf; nothing was stored")
+
+    def _check_geometry(self, key_states: Tensor, value_states: Tensor) -> None:
+        window = self.rows.window
+        for name, states, held in (("keys", key_states, window.keys), ("values", value_states, window.values)):
+            given, kept = [*states.shape[:2], states.shape[3]], [*held.shape[:2], held.shape[3]]
+            if given != kept or states.dtype != held.dtype:
+                raise ValueError(
+                    f"{name} of [rows, heads, head_dim] {given} {states.dtype} do not fit this cache, which holds "
+                    f"{kept} {held.dtype}; was it made for another model or batch?"
+                )

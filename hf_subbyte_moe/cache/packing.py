@@ -1,0 +1,394 @@
+"""The stored tokens of one layer: exact ones, packed ones, and how the next ones will be packed.
+
+Everything here counts positions from a row's first real token; padding and columns are the layer's business. A row
+never looks at another one, so results do not depend on who shares a batch.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_subbyte_moe.accounting import TILE_TOKENS, LayerGeometry, tiles_of
+from hf_subbyte_moe.cache.rows import RowCodecs
+from hf_subbyte_moe.cache.tiles import TileStore
+from hf_subbyte_moe.cache.window import ExactWindow, Ints
+from hf_subbyte_moe.codecs import codec_of
+from hf_subbyte_moe.config import WHOLE_PROMPT, KVCacheConfig
+from hf_subbyte_moe.ops import ExactTokens, PackedTiles
+from hf_subbyte_moe.policy import (
+    KEYS,
+    MIN_QUERIES,
+    VALUES,
+    ChunkStatistics,
+    Measured,
+    Policy,
+    RowProbe,
+    sample_positions,
+    unmeasured,
+)
+
+
+_MIN_REGION = 32  # tokens that are worth measuring when nothing is packed yet
+_PACK_TILES = 512  # tiles quantized at once
+
+TierChoice = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PromptQueries:
+    """What the attention call of new tokens brings along for measuring.
+
+    Attributes:
+        query: ``[B, HQ, q, D]`` queries of the new tokens.
+        scaling: factor of the scores.
+        weight: ``[hidden, HQ * Dv]`` output projection, or None.
+    """
+
+    query: Tensor
+    scaling: float
+    weight: Tensor | None
+
+
+@dataclass
+class LayerStatistics:
+    """What one layer's prompts showed and what its policy chose; outlives the layer's tensors.
+
+    Attributes:
+        policy: name of the policy.
+        chunks: per row the chunks that were measured, oldest first.
+    """
+
+    policy: str
+    chunks: list[list[ChunkStatistics]] = field(default_factory=list)
+
+
+class BitLedger:
+    """Bits that a layer's rows were allowed but could not spend, for the next layer to use."""
+
+    def __init__(self, previous: "BitLedger | None") -> None:
+        self._previous = previous
+        self._unspent: NDArray[np.float64] = np.zeros(0)
+
+    def open(self, rows: int) -> None:
+        """Start with nothing left over."""
+        self._unspent = np.zeros(rows)
+
+    def inherited(self, row: int) -> float:
+        """What the layer before left for a row."""
+        return 0.0 if self._previous is None else float(self._previous._unspent[row])
+
+    def leave(self, row: int, bits: float) -> None:
+        """Leave bits of a row to the next layer; a debt is negative."""
+        self._unspent[row] = bits
+
+    def select_rows(self, rows: Ints) -> None:
+        """Keep, reorder or repeat rows."""
+        self._unspent = self._unspent[rows]
+
+
+class PackedRows:
+    """Sinks, tiles and window of every row of a layer.
+
+    Attributes:
+        lengths: ``[B]`` stored tokens of each row.
+        window: the exact tokens.
+        store: the packed tiles.
+        codecs: means, tables and rotations.
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        policy: Policy,
+        ledger: BitLedger,
+        statistics: LayerStatistics,
+        key_states: Tensor,
+        value_states: Tensor,
+    ) -> None:
+        """Start empty; shapes, dtype and device come from ``[B, H, any, D]`` states."""
+        batch, heads, _, key_dim = key_states.shape
+        self._config, self._policy, self._ledger, self._statistics = config, policy, ledger, statistics
+        self._dims = (key_dim, value_states.shape[-1])
+        self.window = ExactWindow(key_states, value_states, config.sinks, config.window)
+        self.store = TileStore(batch, heads, self._dims, key_states.device)
+        self.codecs = RowCodecs(policy.tiers, config.codebook, key_states, value_states)
+        self.lengths: Ints = np.zeros(batch, dtype=np.int64)
+        # per row the tiers that later tiles take and the row's length when they were settled, newest last
+        self._settled: list[list[tuple[TierChoice, int]]] = [[] for _ in range(batch)]
+        ledger.open(batch)
+        statistics.chunks = [[] for _ in range(batch)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's dtype."""
+        return self.window.keys.dtype
+
+    @property
+    def heads(self) -> int:
+        """KV heads."""
+        return self.window.keys.shape[1]
+
+    def first_recent(self) -> Ints:
+        """``[B]`` index of each row's oldest token behind its tiles."""
+        return self._config.sinks + TILE_TOKENS * self.store.counts
+
+    # ------------------------------------------------------------------ adding tokens
+
+    def rows_due(self) -> list[int]:
+        """Rows whose oldest tile must be packed before another token fits the window."""
+        full = self._config.window + TILE_TOKENS - 1
+        return [int(row) for row in np.flatnonzero(self.lengths - self.first_recent() >= full)]
+
+    def oldest_tile(self, row: int) -> tuple[Tensor, Tensor]:
+        """The 128 oldest exact tokens of a row behind its tiles, ``[H, 128, D]``."""
+        first = int(self.first_recent()[row])
+        return self.window.read(row, first, first + TILE_TOKENS)
+
+    def pack_oldest(self, row: int, key: Tensor, value: Tensor) -> None:
+        """Pack a row's oldest tile in the tiers that its prompt settled, or by prior knowledge."""
+        if not self._settled[row]:
+            first = int(self.store.counts[row])
+            self._choose(row, [unmeasured(self._policy.tiers, self.heads, first, 1)], int(self.lengths[row]))
+        self._pack(row, key, value, self._later_tiers(row)[None])
+
+    def append(self, key_states: Tensor, value_states: Tensor) -> None:
+        """One token ``[B, H, 1, D]`` for every row; none may be due."""
+        self.window.append(self.lengths, key_states, value_states)
+        self.lengths = self.lengths + 1
+
+    def add(self, row: int, key: Tensor, value: Tensor, queries: PromptQueries | None) -> None:
+        """Store new tokens of one row and pack what is due.
+
+        Args:
+            row: which row.
+            key: ``[H, n, D]`` new keys, n at least 1.
+            value: ``[H, n, Dv]``.
+            queries: the row's queries ``[1, HQ, n, D]`` for measuring, or None.
+        """
+        sinks, held = self._config.sinks, int(self.lengths[row])
+        length = held + key.shape[1]
+        first, tiles = int(self.first_recent()[row]), int(self.store.counts[row])
+        more = tiles_of(length, sinks, self._config.window) - tiles
+        recent_key, recent_value = key[:, max(0, sinks - held) :], value[:, max(0, sinks - held) :]
+        if held > first:
+            old_key, old_value = self.window.read(row, first, held)
+            recent_key = torch.cat([old_key, recent_key], dim=1)
+            recent_value = torch.cat([old_value, recent_value], dim=1)
+        if more or (recent_key.shape[1] >= _MIN_REGION and not self._settled[row]):
+            region = more * TILE_TOKENS if more else recent_key.shape[1]
+            part = (recent_key[:, :region], recent_value[:, :region])
+            self.codecs.fit(row, *part, freeze=more > 0)
+            tiers = self._settle(row, key, value, part, more, queries)
+            if more:
+                self._pack(row, *part, tiers)
+        if held < sinks:
+            self.window.write(row, held, key[:, : sinks - held], value[:, : sinks - held])
+        fresh = max(held, first + more * TILE_TOKENS)
+        if fresh < length:
+            self.window.write(row, fresh, recent_key[:, fresh - first :], recent_value[:, fresh - first :])
+        self.lengths[row] = length
+
+    def _settle(
+        self,
+        row: int,
+        key: Tensor,
+        value: Tensor,
+        region: tuple[Tensor, Tensor],
+        more: int,
+        queries: PromptQueries | None,
+    ) -> TierChoice:
+        """Measure a region of ``more`` tiles, if that is possible, and choose its tiers ``[more, H, 2]``."""
+        probe = None
+        if queries is not None and key.shape[1] >= MIN_QUERIES:
+            probe = self._probe(row, key, value, queries)
+        if probe is None and self._settled[row]:
+            return np.repeat(self._later_tiers(row)[None], more, axis=0)
+        chunks = self._measure(row, region, more, probe)
+        return self._choose(row, chunks, int(self.lengths[row]) + key.shape[1])
+
+    def _probe(self, row: int, key: Tensor, value: Tensor, queries: PromptQueries) -> RowProbe:
+        """Sampled queries of one row's new tokens over everything that they see."""
+        held, first = int(self.lengths[row]), int(self.first_recent()[row])
+        position = sample_positions(key.shape[1]).to(key.device)
+        index = torch.arange(held, held + key.shape[1], device=key.device)
+        if held:
+            sink_key, sink_value = self.window.read(row, 0, min(held, self._config.sinks))
+            old_key, old_value = self.window.read(row, first, max(first, held))
+            key = torch.cat([sink_key, old_key, key], dim=1)
+            value = torch.cat([sink_value, old_value, value], dim=1)
+            # what is held is older than every query
+            index = torch.cat([index.new_full((key.shape[1] - len(index),), -1), index])
+        visible = (index <= (held + position)[:, None])[None]
+        exact = ExactTokens(key[None], value[None], visible)
+        tiles = self.packed(row) if self.store.counts[row] else None
+        query = queries.query[0, :, position]
+        return RowProbe(query, held + position, exact, tiles, queries.scaling, queries.weight)
+
+    def _measure(self, row: int, region: tuple[Tensor, Tensor], more: int, probe: RowProbe | None) -> list[Measured]:
+        """The chunks of a region that follows the row's tiles; one chunk without tiles if nothing is packed yet."""
+        key, value = region
+        tiles, first = int(self.store.counts[row]), int(self.first_recent()[row])
+        edges = [tiles, tiles]
+        if more:
+            size = more if self._config.chunk == WHOLE_PROMPT else int(self._config.chunk) // TILE_TOKENS
+            edges = [tiles, *range((tiles // size + 1) * size, tiles + more, size), tiles + more]
+            if self._config.chunk == WHOLE_PROMPT:
+                edges = [tiles, tiles + more]
+        sides = (self.codecs.side(KEYS, row), self.codecs.side(VALUES, row))
+        chunks = []
+        for low, high in itertools.pairwise(edges):
+            if probe is None:
+                chunks.append(unmeasured(self._policy.tiers, self.heads, low, high - low))
+                continue
+            start = (low - tiles) * TILE_TOKENS
+            stop = (high - tiles) * TILE_TOKENS if more else key.shape[1]
+            part = slice(start, stop)
+            measured = probe.measure(
+                key[:, part], value[:, part], first + start, sides, low, high - low, self._policy.tiers
+            )
+            chunks.append(measured)
+        return chunks
+
+    def _choose(self, row: int, chunks: list[Measured], length: int) -> TierChoice:
+        """Choose and remember tiers for a row of ``length`` tokens; ids ``[tiles, H, 2]`` of their tiles."""
+        tiers = self._policy.tiers
+        bits = np.array([[codec.format.bits_per_value(dim) for codec in tiers] for dim in self._dims])
+        sizes = np.array(
+            [[max(1, chunk.tiles) * TILE_TOKENS * dim for dim in self._dims] for chunk in chunks], dtype=np.float64
+        )
+        budget = 0.0
+        if self._config.budget is not None:
+            budget = self._config.budget * sizes.sum() * self.heads + self._ledger.inherited(row)
+        chosen = self._policy.choose(chunks, bits, sizes, budget)
+        if self._config.budget is not None:
+            number = {codec.tier_id: index for index, codec in enumerate(tiers)}
+            spent = [
+                bits[side, number[int(tier)]] * sizes[chunk, side] for (chunk, _, side), tier in np.ndenumerate(chosen)
+            ]
+            self._ledger.leave(row, budget - sum(spent))
+        for chunk, choice in zip(chunks, chosen, strict=True):
+            self._statistics.chunks[row].append(ChunkStatistics(**vars(chunk), tiers=choice))
+        self._settled[row].append((chosen[-1], length))
+        return np.repeat(chosen, [chunk.tiles for chunk in chunks], axis=0)
+
+    def _later_tiers(self, row: int) -> TierChoice:
+        """``[H, 2]`` tier ids of tiles that come without measurement: those of the last chunk that was settled."""
+        return self._settled[row][-1][0]
+
+    def _pack(self, row: int, key: Tensor, value: Tensor, tiers: TierChoice) -> None:
+        """Quantize whole tiles ``[H, n * 128, D]`` of a row in ``[n, H, 2]`` tiers and append them."""
+        first = int(self.store.counts[row])
+        self.codecs.fit(row, key, value, freeze=True)
+        self.store.extend(row, len(tiers))
+        for side, states in ((KEYS, key), (VALUES, value)):
+            blocks = states.unflatten(1, (-1, TILE_TOKENS))  # [H, n, 128, D]
+            row_codec = self.codecs.side(side, row)
+            for tier_id in np.unique(tiers[:, :, side]).tolist():
+                places = np.argwhere(np.equal(tiers[:, :, side].T, tier_id))  # head, tile
+                for start in range(0, len(places), _PACK_TILES):
+                    part = places[start : start + _PACK_TILES]
+                    heads, tiles = torch.from_numpy(part).to(key.device).unbind(1)
+                    records = row_codec.pack(blocks[heads, tiles], heads, codec_of(tier_id))
+                    self.store.write(side, row, tier_id, part + np.array([0, first]), records)
+
+    # ------------------------------------------------------------------ reading
+
+    def packed(self, row: int | None = None) -> tuple[PackedTiles, PackedTiles]:
+        """Packed keys and values of all rows or of one."""
+        rows = slice(None) if row is None else slice(row, row + 1)
+        sides = []
+        for side in (KEYS, VALUES):
+            pools = self.store.pools(side)
+            sides.append(
+                PackedTiles(
+                    pages=self.store.pages(side)[rows],
+                    pools=pools,
+                    formats={tier: codec_of(tier).format for tier in pools},
+                    tables=self.codecs.tables(side, row),
+                    rotation=self.codecs.rotations[side],
+                    mean=self.codecs.mean[rows] if side == KEYS else None,
+                )
+            )
+        return sides[KEYS], sides[VALUES]
+
+    def exact(self) -> ExactTokens:
+        """Sinks and window of all rows for one new query, as they lie in memory."""
+        return ExactTokens(
+            self.window.keys, self.window.values, self.window.visible(self.lengths, self.first_recent())
+        )
+
+    def read(self, row: int) -> tuple[Tensor, Tensor]:
+        """All tokens of a row, ``[H, n, D]`` in the model's dtype; packed ones dequantized."""
+        length, first = int(self.lengths[row]), int(self.first_recent()[row])
+        sinks = self.window.read(row, 0, min(length, self._config.sinks))
+        recent = self.window.read(row, first, max(first, length))
+        tiles = int(self.store.counts[row])
+        sides = []
+        for side in (KEYS, VALUES):
+            packed = [self._unpack(side, row, 0, tiles)] if tiles else []
+            sides.append(torch.cat([sinks[side], *packed, recent[side]], dim=1))
+        return sides[KEYS], sides[VALUES]
+
+    def _unpack(self, side: int, row: int, first: int, last: int) -> Tensor:
+        """Dequantized tiles ``first`` to ``last - 1`` of a row, ``[H, n * 128, D]``."""
+        held = self.window.keys if side == KEYS else self.window.values
+        out = held.new_empty(self.heads, last - first, TILE_TOKENS, self._dims[side])
+        row_codec = self.codecs.side(side, row)
+        for tier_id, places, records in self.store.records(side, row, first, last):
+            heads, tiles = torch.from_numpy(places).to(held.device).unbind(1)
+            out[heads, tiles - first] = row_codec.unpack(records, heads, codec_of(tier_id), self.dtype)
+        return out.flatten(1, 2)
+
+    # ------------------------------------------------------------------ dropping and moving
+
+    def crop(self, row: int, length: int) -> None:
+        """Shorten a row; what is left of a tile that is cut comes back into the window, with its error."""
+        first, sinks = int(self.first_recent()[row]), self._config.sinks
+        if length < first:
+            tiles = max(0, (length - sinks) // TILE_TOKENS)
+            start = sinks + tiles * TILE_TOKENS
+            if length > start:
+                cut = [self._unpack(side, row, tiles, tiles + 1)[:, : length - start] for side in (KEYS, VALUES)]
+                self.window.write(row, start, cut[KEYS], cut[VALUES])
+            self.store.truncate(row, tiles)
+            if not tiles:
+                self.codecs.thaw(row)
+        self._settled[row] = [settled for settled in self._settled[row] if settled[1] <= length]
+        kept = int(self.store.counts[row])
+        self._statistics.chunks[row] = [
+            chunk for chunk in self._statistics.chunks[row] if chunk.first_tile < kept or self._settled[row]
+        ]
+        self.lengths[row] = length
+
+    def select_rows(self, rows: Ints) -> None:
+        """Keep, reorder or repeat rows; everything that belongs to a row moves with it."""
+        on_device = torch.from_numpy(rows).to(self.window.keys.device)
+        self.window.select_rows(on_device)
+        self.codecs.select_rows(on_device)
+        self.store.select_rows(rows)
+        self._ledger.select_rows(rows)
+        self.lengths = self.lengths[rows]
+        self._settled = [list(self._settled[row]) for row in rows]
+        self._statistics.chunks = [list(self._statistics.chunks[row]) for row in rows]
+
+    # ------------------------------------------------------------------ counting
+
+    def geometry(self) -> LayerGeometry:
+        """Shapes, for the byte formula."""
+        return LayerGeometry(
+            rows=len(self.lengths),
+            kv_heads=self.heads,
+            key_dim=self._dims[KEYS],
+            value_dim=self._dims[VALUES],
+            itemsize=self.dtype.itemsize,
+            window=self._config.window,
+            sinks=self._config.sinks,
+        )
+
+    def nbytes(self) -> int:
+        """Everything held, spare capacity included."""
+        return sum(tensor.nbytes for tensor in self.window.tensors()) + self.codecs.nbytes() + self.store.nbytes()

@@ -1,0 +1,110 @@
+"""What quantizing needs to know about each row of a layer: key means, codebooks and centroids.
+
+A row's key mean and fitted tables come from the tokens that it packs first and are frozen then, because tiles are
+immutable and decode with them. Rows never share fitted state, so a row does not depend on its neighbours.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_subbyte_moe.codecs import Codec, Table
+from hf_subbyte_moe.codecs.codebooks import fit_centroids, fit_table, universal_table
+from hf_subbyte_moe.codecs.rotation import rotation_matrix
+from hf_subbyte_moe.ops import TILE_TOKENS, normalize_tokens, split_outliers
+from hf_subbyte_moe.policy import KEYS, VALUES, SideCodec
+
+
+class RowCodecs:
+    """Means, tables and rotations of one layer.
+
+    Attributes:
+        mean: ``[B, H, D]`` fp32 key means; zero until a row packs.
+        rotations: ``[D, D]`` fp32 for keys and for values; constants, shared by all layers of a device.
+    """
+
+    def __init__(self, tiers: Sequence[Codec], codebook: str, key_states: Tensor, value_states: Tensor) -> None:
+        """Make room for the tiers that a policy may choose; ``codebook`` is "universal" or "online"."""
+        batch, heads, _, key_dim = key_states.shape
+        device = key_states.device
+        self._tiers = [codec for codec in tiers if codec.table is not Table.NONE]
+        self._online = codebook == "online"
+        self._frozen = np.zeros(batch, dtype=bool)
+        self.mean = torch.zeros(batch, heads, key_dim, device=device)
+        self.rotations = (rotation_matrix(key_dim, device), rotation_matrix(value_states.shape[-1], device))
+        self._tables: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
+        for codec in self._tiers:
+            start = universal_table(codec.format, device)
+            for side in (KEYS, VALUES):
+                table = start
+                if codec.table is Table.CENTROIDS:
+                    table = start.float().repeat(batch, heads, 1, 1)
+                elif self._online:
+                    table = start.repeat(batch, 1, 1, 1)
+                self._tables[side][codec.tier_id] = table
+
+    def tables(self, side: int, row: int | None = None) -> dict[int, Tensor]:
+        """Tier id -> ``[B or 1, H or 1, entries, vector_dim]`` of all rows, or of one row."""
+        if row is None:
+            return self._tables[side]
+        return {
+            tier: table[row : row + 1] if table.shape[0] > 1 else table for tier, table in self._tables[side].items()
+        }
+
+    def side(self, side: int, row: int) -> SideCodec:
+        """How one side of one row is quantized."""
+        tables = {}
+        for codec in self._tiers:
+            table = self.tables(side, row)[codec.tier_id][0].float()
+            tables[codec.tier_id] = table[:, :, 0] if codec.table is Table.CENTROIDS else table[0]
+        return SideCodec(self.rotations[side], self.mean[row] if side == KEYS else None, tables)
+
+    def fit(self, row: int, key: Tensor, value: Tensor, freeze: bool) -> None:
+        """Fit a row's mean and tables to tokens ``[H, N, D]``, unless they are frozen."""
+        if self._frozen[row]:
+            return
+        self._frozen[row] = freeze
+        self.mean[row] = key.float().mean(1)
+        centred = (key.float() - self.mean[row][:, None], value.float())
+        for side in (KEYS, VALUES):
+            for codec in self._tiers:
+                if codec.table is Table.CENTROIDS:
+                    self._fit_centroids(side, row, codec, centred[side])
+                elif self._online:
+                    unit, _ = normalize_tokens(centred[side] @ self.rotations[side].t())
+                    self._tables[side][codec.tier_id][row, 0] = fit_table(unit.flatten(0, 1), codec.format)
+
+    def _fit_centroids(self, side: int, row: int, codec: Codec, states: Tensor) -> None:
+        heads, tokens, dim = states.shape
+        whole = states[:, : tokens // TILE_TOKENS * TILE_TOKENS]
+        if not whole.shape[1]:
+            return
+        tiles = whole.reshape(-1, TILE_TOKENS, dim)
+        _, _, inliers = split_outliers(tiles, codec.format.tile_outliers(dim))
+        unit = normalize_tokens(inliers)[0].view(heads, -1)
+        for head in range(heads):
+            self._tables[side][codec.tier_id][row, head] = fit_centroids(unit[head], codec.format)
+
+    def thaw(self, row: int) -> None:
+        """A row lost its last tile: what it packs next may fit anew."""
+        self._frozen[row] = False
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep, reorder or repeat rows."""
+        self.mean = self.mean.index_select(0, rows)
+        self._frozen = self._frozen[rows.cpu().numpy()]
+        for tables in self._tables:
+            for codec in self._tiers:
+                if codec.table is Table.CENTROIDS or self._online:
+                    tables[codec.tier_id] = tables[codec.tier_id].index_select(0, rows)
+
+    def table_bytes(self) -> int:
+        """Bytes of codebooks and centroids; a universal one serves both sides."""
+        distinct = {table.data_ptr(): table.nbytes for tables in self._tables for table in tables.values()}
+        return sum(distinct.values())
+
+    def nbytes(self) -> int:
+        """Bytes of means and tables."""
+        return self.mean.nbytes + self.table_bytes()

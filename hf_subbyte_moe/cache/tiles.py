@@ -1,0 +1,150 @@
+"""The packed tiles of a layer: one pool of records per tier and width, and a page table for each side.
+
+Tiles are immutable. A page names a tile's tier and slot; rows may share slots, so reordering or repeating rows moves
+pages, never records. The page table is kept on the host, which therefore knows every reference to a slot: after rows
+or tiles were dropped, slots that no page names any more are free, and the lowest free slot is used first.
+"""
+
+import heapq
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_subbyte_moe.accounting import pool_capacity
+from hf_subbyte_moe.ops import NO_PAGE, make_page, page_slots, page_tiers
+
+
+Pages = NDArray[np.int32]
+
+
+class TilePool:
+    """Records of one tier at one width, ``[capacity, record_words]`` int32."""
+
+    def __init__(self, record_words: int, device: torch.device) -> None:
+        self.records = torch.empty(0, record_words, dtype=torch.int32, device=device)
+        self._free: list[int] = []  # a heap
+        self._peak = 0
+
+    def take(self, count: int) -> list[int]:
+        """Reserve the lowest free slots, growing the pool where there are too few."""
+        reused = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
+        fresh = count - len(reused)
+        slots = [*reused, *range(self._peak, self._peak + fresh)]
+        self._peak += fresh
+        capacity = pool_capacity(self._peak)
+        if capacity > self.records.shape[0]:
+            grown = self.records.new_empty(capacity, self.records.shape[1])
+            grown[: self.records.shape[0]] = self.records
+            self.records = grown
+        return slots
+
+    def keep_only(self, used: set[int]) -> None:
+        """Free every slot that is not in ``used``."""
+        self._free = sorted(set(range(self._peak)) - used)
+
+
+class TileStore:
+    """Pools and page tables of one layer.
+
+    Attributes:
+        counts: ``[B]`` tiles of each row.
+    """
+
+    def __init__(self, rows: int, heads: int, widths: tuple[int, int], device: torch.device) -> None:
+        """Start empty; ``widths`` are the head dimensions of keys and values."""
+        self.counts: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
+        self._pages: Pages = np.full((2, rows, heads, 0), NO_PAGE, dtype=np.int32)
+        self._widths = widths
+        self._device = device
+        self._pools: dict[tuple[int, int], TilePool] = {}  # (tier id, width)
+        self._device_pages: Tensor | None = None
+
+    @property
+    def empty(self) -> bool:
+        """No row has a tile."""
+        return not self.counts.any()
+
+    def extend(self, row: int, tiles: int) -> None:
+        """Give a row more tiles, whose records follow by :meth:`write`."""
+        last = int(self.counts[row]) + tiles
+        if last > self._pages.shape[3]:
+            spare = pool_capacity(last) - self._pages.shape[3]
+            self._pages = np.pad(self._pages, ((0, 0), (0, 0), (0, 0), (0, spare)), constant_values=NO_PAGE)
+        self.counts[row] = last
+        self._device_pages = None
+
+    def write(self, side: int, row: int, tier_id: int, places: NDArray[np.int64], records: Tensor) -> None:
+        """Store records of one tier.
+
+        Args:
+            side: 0 keys, 1 values.
+            row: which row.
+            tier_id: their tier.
+            places: ``[m, 2]`` head and tile of each record.
+            records: ``[m, record_words]`` int32.
+        """
+        key = (tier_id, self._widths[side])
+        if key not in self._pools:
+            self._pools[key] = TilePool(records.shape[1], self._device)
+        pool = self._pools[key]
+        slots = pool.take(len(places))
+        pool.records[torch.tensor(slots, device=self._device)] = records
+        self._pages[side, row, places[:, 0], places[:, 1]] = [make_page(tier_id, slot) for slot in slots]
+        self._device_pages = None
+
+    def pages(self, side: int) -> Tensor:
+        """``[B, H, T]`` int32 on the device, T the tiles of the longest row."""
+        if self._device_pages is None:
+            self._device_pages = torch.from_numpy(self._pages).to(self._device)
+        longest = int(self.counts.max(initial=0))
+        return self._device_pages[side, :, :, :longest]
+
+    def pools(self, side: int) -> dict[int, Tensor]:
+        """Tier id -> records, for one side."""
+        return {tier: pool.records for (tier, width), pool in self._pools.items() if width == self._widths[side]}
+
+    def records(self, side: int, row: int, first: int, last: int) -> Iterator[tuple[int, NDArray[np.int64], Tensor]]:
+        """Per tier the ``[m, 2]`` heads and tiles, and the records, of tiles ``first`` to ``last - 1`` of a row."""
+        pages = torch.from_numpy(self._pages[side, row, :, first:last])
+        tiers, slots = page_tiers(pages), page_slots(pages)
+        for tier_id in tiers.unique().tolist():
+            places = (tiers == tier_id).nonzero()
+            chosen = slots[places[:, 0], places[:, 1]].to(self._device, torch.int64)
+            places[:, 1] += first
+            yield tier_id, places.numpy(), self._pools[(tier_id, self._widths[side])].records.index_select(0, chosen)
+
+    def truncate(self, row: int, tiles: int) -> None:
+        """Drop a row's tiles from ``tiles`` on."""
+        self._pages[:, row, :, tiles:] = NO_PAGE
+        self.counts[row] = tiles
+        self._release()
+
+    def select_rows(self, rows: NDArray[np.int64]) -> None:
+        """Keep, reorder or repeat rows; records stay where they are."""
+        self._pages = self._pages[:, rows].copy()
+        self.counts = self.counts[rows].copy()
+        self._release()
+
+    def _release(self) -> None:
+        self._device_pages = None
+        for (tier_id, width), pool in self._pools.items():
+            sides = [side for side in (0, 1) if self._widths[side] == width]
+            pages = torch.from_numpy(self._pages[sides])
+            pool.keep_only(set(page_slots(pages[page_tiers(pages) == tier_id]).tolist()))
+
+    def tile_counts(self) -> dict[tuple[int, int], int]:
+        """(tier id, width) -> tiles that rows see; a slot that two rows share counts twice."""
+        counts: dict[tuple[int, int], int] = {}
+        for side in (0, 1):
+            tiers = page_tiers(torch.from_numpy(self._pages[side]))
+            for tier_id in tiers[tiers >= 0].unique().tolist():
+                key = (tier_id, self._widths[side])
+                counts[key] = counts.get(key, 0) + int((tiers == tier_id).sum())
+        return counts
+
+    def nbytes(self) -> int:
+        """Bytes of pools and page tables, spare capacity included."""
+        return self._pages.nbytes + sum(pool.records.nbytes for pool in self._pools.values())

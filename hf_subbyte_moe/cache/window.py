@@ -1,0 +1,84 @@
+"""The exact tokens of a layer: the first few of each row and a ring of the recent ones.
+
+Token i of a row (counted from its first real token) lives in slot i if it is a sink, else in slot
+``sinks + (i - sinks) % ring``. Attention does not care about the order of keys, so the ring is never unrolled for one
+query; rows of different length need no alignment, and appending moves nothing.
+
+Source: attention sinks, StreamingLLM (arXiv 2309.17453); exact recent window, KIVI (arXiv 2402.02750).
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_subbyte_moe.ops import TILE_TOKENS
+
+
+Ints = NDArray[np.int64]
+
+
+class ExactWindow:
+    """Keys and values ``[B, H, sinks + ring, D]`` in the model's dtype; ring = window + 128."""
+
+    def __init__(self, key_states: Tensor, value_states: Tensor, sinks: int, window: int) -> None:
+        """Take shapes, dtype and device from ``[B, H, any, D]`` tensors."""
+        self.sinks = sinks
+        self.ring = window + TILE_TOKENS
+        self.keys = self._buffer(key_states)
+        self.values = self._buffer(value_states)
+
+    def _buffer(self, states: Tensor) -> Tensor:
+        batch, heads, _, dim = states.shape
+        return states.new_zeros(batch, heads, self.sinks + self.ring, dim)
+
+    def slots(self, index: Ints) -> Ints:
+        """Slots of token indices."""
+        return np.where(index < self.sinks, index, self.sinks + (index - self.sinks) % self.ring)
+
+    def _slot_tensor(self, index: Ints) -> Tensor:
+        return torch.from_numpy(self.slots(index)).to(self.keys.device)
+
+    def append(self, lengths: Ints, key_states: Tensor, value_states: Tensor) -> None:
+        """Append one token to every row: ``[B, H, 1, D]``; ``lengths`` are the rows' lengths before."""
+        slots = self.slots(lengths)
+        if (slots == slots[0]).all():
+            slot = int(slots[0])
+            self.keys[:, :, slot] = key_states[:, :, 0]
+            self.values[:, :, slot] = value_states[:, :, 0]
+            return
+        rows = torch.arange(len(slots), device=self.keys.device)
+        columns = torch.from_numpy(slots).to(self.keys.device)
+        self.keys[rows, :, columns] = key_states[:, :, 0]
+        self.values[rows, :, columns] = value_states[:, :, 0]
+
+    def write(self, row: int, first: int, key_states: Tensor, value_states: Tensor) -> None:
+        """Store neighbouring tokens ``[H, n, D]`` of one row, the first of them at index ``first``; n <= ring."""
+        slots = self._slot_tensor(np.arange(first, first + key_states.shape[1]))
+        self.keys[row].index_copy_(1, slots, key_states)
+        self.values[row].index_copy_(1, slots, value_states)
+
+    def read(self, row: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Copies of the tokens ``first`` to ``last - 1`` of one row, ``[H, n, D]``."""
+        slots = self._slot_tensor(np.arange(first, last))
+        return self.keys[row].index_select(1, slots), self.values[row].index_select(1, slots)
+
+    def visible(self, lengths: Ints, first_recent: Ints) -> Tensor:
+        """``[B, 1, slots]`` bool: which slots hold a token, given the rows' lengths and the ring's oldest tokens."""
+        slot = np.arange(self.sinks + self.ring)
+        length = lengths[:, None]
+        newest = length - 1 - self.sinks
+        in_ring = slot - self.sinks
+        index = newest - (newest - in_ring) % self.ring + self.sinks  # the latest token that fell into the slot
+        recent = (in_ring >= 0) & (index >= np.maximum(first_recent[:, None], self.sinks)) & (newest >= 0)
+        held = np.where(in_ring < 0, slot < length, recent)
+        return torch.from_numpy(held[:, None]).to(self.keys.device)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep, reorder or repeat rows."""
+        self.keys = self.keys.index_select(0, rows)
+        self.values = self.values.index_select(0, rows)
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that it holds."""
+        return [self.keys, self.values]

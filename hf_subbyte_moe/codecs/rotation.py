@@ -1,0 +1,52 @@
+"""The rotation that makes low bits work: random signs, then Hadamard blocks.
+
+Channels of keys and values differ widely in size. After an orthonormal mixing every channel looks Gaussian with the
+token's own variance, so one codebook serves all heads and layers without data. The signs come first because a constant
+vector would otherwise land in one channel.
+
+Gives up: where the head dimension is no power of two the blocks are as large as its power-of-two factor (80: 16), and
+mixing ends at a block's border.
+
+Source: QuaRot (arXiv 2404.00456), TurboQuant (arXiv 2504.19874).
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+_MIN_BLOCK = 8
+
+
+def rotation_block(head_dim: int) -> int:
+    """The size of the Hadamard blocks: the largest power of two that divides ``head_dim``.
+
+    Raises:
+        ValueError: it is below 8.
+    """
+    block = head_dim & -head_dim
+    if block < _MIN_BLOCK:
+        raise ValueError(
+            f"head_dim {head_dim} cannot be packed: it must be a multiple of {_MIN_BLOCK}, "
+            f"and its largest power-of-two factor is {block}"
+        )
+    return block
+
+
+@lru_cache(maxsize=16)
+def rotation_matrix(head_dim: int, device: torch.device) -> Tensor:
+    """``[D, D]`` fp32 orthonormal; ``rotated = states @ matrix.T``. The same on every machine and version.
+
+    Raises:
+        ValueError: no block of 8 divides ``head_dim``.
+    """
+    block = rotation_block(head_dim)
+    hadamard = torch.ones(1, 1)
+    while hadamard.shape[0] < block:
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], dim=1), torch.cat([hadamard, -hadamard], dim=1)], dim=0)
+    matrix = torch.block_diag(*[hadamard / block**0.5] * (head_dim // block))
+    # the top bits of a multiplicative hash: fixed for good, unlike a generator's stream
+    signs = torch.tensor([1.0 - 2.0 * ((i + 1) * 2654435761 >> 17 & 1) for i in range(head_dim)])
+    rotation: Tensor = (matrix * signs).to(device)
+    return rotation

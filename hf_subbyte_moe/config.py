@@ -1,0 +1,151 @@
+"""Options: frozen, validated, and nothing that is not read.
+
+A wrong key, type or value is a ``ValueError`` that names the key, the value and what is allowed. The same dictionaries
+come from ``generate(cache_config=...)``, ``from_pretrained(hf_subbyte_moe=...)`` and config.json.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+CONFIG_VERSION = 1
+TILE_TOKENS = 128
+TIERS = ("exact", "fp8", "fp6", "vq4", "vq3o", "vq3", "nuq2", "vq2", "vq175")
+DEFAULT_BITS = 2.5
+BUDGET_POLICIES = ("error", "entropy_rank")
+POLICIES = (*BUDGET_POLICIES, "entropy")
+UNIFORM = "uniform:"
+CODEBOOKS = ("universal", "online")
+WHOLE_PROMPT = "prompt"
+
+
+def _fail(key: str, value: object, allowed: str) -> ValueError:
+    return ValueError(f"{key}={value!r} is not possible: {allowed}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _reject_unknown(section: str, given: Mapping[str, Any], allowed: list[str]) -> None:
+    for key in given:
+        if key not in allowed:
+            raise ValueError(f"unknown key {key!r} in {section}; there are {allowed}")
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """How a model's keys and values are cached.
+
+    Attributes:
+        default: ``generate`` uses this cache without being told.
+        bits: average bits of a packed value, scales and outliers included; None means 2.5. Only with the policies that
+            keep a budget (``error``, ``entropy_rank``).
+        policy: ``error`` (measured error of each head's output), ``entropy`` (the seed documents' thresholds),
+            ``entropy_rank`` (their direction under a budget) or ``uniform:<tier>``.
+        codebook: ``universal`` (needs no data) or ``online`` (k-means on the prompt).
+        window: recent tokens that stay exact; up to 127 more wait there for their tile.
+        sinks: first tokens that stay exact.
+        chunk: ``"prompt"``, or tokens that share a choice of tier: a multiple of 128.
+    """
+
+    default: bool = True
+    bits: float | None = None
+    policy: str = "error"
+    codebook: str = "universal"
+    window: int = 128
+    sinks: int = 4
+    chunk: str | int = WHOLE_PROMPT
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.default, bool):
+            raise _fail("default", self.default, "true or false")
+        self._check_policy()
+        if self.codebook not in CODEBOOKS:
+            raise _fail("codebook", self.codebook, f"one of {list(CODEBOOKS)}")
+        if not _is_int(self.window) or self.window < 1:
+            raise _fail("window", self.window, "a number of tokens, at least 1")
+        if not _is_int(self.sinks) or self.sinks < 0:
+            raise _fail("sinks", self.sinks, "a number of tokens, at least 0")
+        if self.chunk != WHOLE_PROMPT and not (
+            isinstance(self.chunk, int) and _is_int(self.chunk) and self.chunk > 0 and self.chunk % TILE_TOKENS == 0
+        ):
+            raise _fail("chunk", self.chunk, f"{WHOLE_PROMPT!r} or a multiple of {TILE_TOKENS} tokens")
+
+    def _check_policy(self) -> None:
+        allowed = f"one of {list(POLICIES)} or {UNIFORM}<tier> with a tier of {list(TIERS)}"
+        if not isinstance(self.policy, str):
+            raise _fail("policy", self.policy, allowed)
+        if self.policy not in POLICIES and not (
+            self.policy.startswith(UNIFORM) and self.policy.removeprefix(UNIFORM) in TIERS
+        ):
+            raise _fail("policy", self.policy, allowed)
+        if self.bits is None:
+            return
+        if isinstance(self.bits, bool) or not isinstance(self.bits, (int, float)) or not 0 < self.bits <= 16:
+            raise _fail("bits", self.bits, "a number of bits a value, above 0 and at most 16")
+        if self.policy not in BUDGET_POLICIES:
+            raise _fail(
+                "bits",
+                self.bits,
+                f"policy {self.policy!r} fixes its own bits; a budget goes with {list(BUDGET_POLICIES)}",
+            )
+
+    @property
+    def budget(self) -> float | None:
+        """Bits a value to keep to, or None where the policy fixes its own."""
+        if self.policy not in BUDGET_POLICIES:
+            return None
+        return DEFAULT_BITS if self.bits is None else float(self.bits)
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any], section: str = "kv_cache") -> "KVCacheConfig":
+        """Read options; missing keys take their defaults.
+
+        Raises:
+            ValueError: an unknown key, a wrong type or an impossible value.
+        """
+        if not isinstance(options, Mapping):
+            raise ValueError(f"{section} must be a dictionary, not {options!r}")
+        _reject_unknown(section, options, [field.name for field in fields(cls)])
+        return cls(**options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options that differ from their defaults, as JSON values."""
+        return {key: value for key, value in asdict(self).items() if value != getattr(type(self), key)}
+
+
+@dataclass(frozen=True)
+class SubByteConfig:
+    """Everything that this package does to one model.
+
+    Attributes:
+        kv_cache: the cache, or None to leave it to Transformers.
+    """
+
+    kv_cache: KVCacheConfig | None = None
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> "SubByteConfig":
+        """Read what ``from_pretrained(hf_subbyte_moe=...)`` and config.json carry.
+
+        Raises:
+            ValueError: an unknown section or key, a wrong type, an impossible value, or a newer version.
+        """
+        if not isinstance(options, Mapping):
+            raise ValueError(f"hf_subbyte_moe must be a dictionary, not {options!r}")
+        sections = [field.name for field in fields(cls)]
+        _reject_unknown("hf_subbyte_moe", options, [*sections, "version"])
+        version = options.get("version", CONFIG_VERSION)
+        if not _is_int(version) or not 1 <= version <= CONFIG_VERSION:
+            raise _fail("version", version, f"this release reads versions 1 to {CONFIG_VERSION}")
+        kv_cache = options.get("kv_cache")
+        return cls(kv_cache=None if kv_cache is None else KVCacheConfig.from_dict(kv_cache))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What goes into config.json; ``from_dict`` reads it back."""
+        options: dict[str, Any] = {"version": CONFIG_VERSION}
+        if self.kv_cache is not None:
+            options["kv_cache"] = self.kv_cache.to_dict()
+        return options

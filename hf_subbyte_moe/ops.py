@@ -1,0 +1,177 @@
+"""The seam to the kernels: the only importer of ``subbyte_kernels``.
+
+Each function checks its shapes once and calls the implementation. Today that is the plain PyTorch reference on every
+device; a caller does not know.
+"""
+
+import torch
+from torch import Tensor
+
+from subbyte_kernels.attention_statistics import TokenStatistics, attention_statistics_reference
+from subbyte_kernels.decode_attention import AttentionResult, ExactTokens, decode_attention_reference
+from subbyte_kernels.formats import (
+    NO_PAGE,
+    TILE_TOKENS,
+    Encoding,
+    PackedTiles,
+    TileFormat,
+    make_page,
+    page_slots,
+    page_tiers,
+)
+from subbyte_kernels.pack_tiles import pack_tiles_reference, unpack_tiles_reference
+from subbyte_kernels.pack_tiles.reference import nearest_entries, normalize_tokens, split_outliers
+
+
+__all__ = [
+    "NO_PAGE",
+    "TILE_TOKENS",
+    "AttentionResult",
+    "Encoding",
+    "ExactTokens",
+    "PackedTiles",
+    "TileFormat",
+    "TokenStatistics",
+    "attention_statistics",
+    "decode_attention",
+    "make_page",
+    "nearest_entries",
+    "normalize_tokens",
+    "pack_tiles",
+    "page_slots",
+    "page_tiers",
+    "split_outliers",
+    "unpack_tiles",
+]
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def pack_tiles(states: Tensor, fmt: TileFormat, table: Tensor | None, rotation: Tensor, mean: Tensor | None) -> Tensor:
+    """Quantize whole tiles and pack their codes.
+
+    Args:
+        states: ``[M, 128, D]`` fp16, bf16 or fp32, finite (the cache refuses NaN and Inf on entry); M at least 1.
+        fmt: the tier's layout.
+        table: ``[entries, vector_dim]`` for codebooks, ``[M, entries]`` for centroids, None without a table.
+        rotation: ``[D, D]`` fp32 orthonormal.
+        mean: ``[M, D]`` fp32 to remove first, or None.
+
+    Returns:
+        ``[M, record_words]`` int32; layout in ``subbyte_kernels/formats.py``.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    _check(
+        states.ndim == 3 and states.shape[0] > 0 and states.shape[1] == TILE_TOKENS,
+        f"tiles must be [M, {TILE_TOKENS}, D], not {list(states.shape)}",
+    )
+    dim = states.shape[-1]
+    _check(rotation.shape == (dim, dim), f"rotation {list(rotation.shape)} does not fit head_dim {dim}")
+    _check((table is None) == (fmt.entries == 0), f"tier {fmt.name!r} has {fmt.entries} table entries")
+    return pack_tiles_reference(states, fmt, None if table is None else table.float(), rotation, mean)
+
+
+def unpack_tiles(
+    records: Tensor,
+    fmt: TileFormat,
+    table: Tensor | None,
+    table_rows: Tensor | None,
+    rotation: Tensor,
+    mean: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Records -> the keys or values that they stand for.
+
+    Args:
+        records: ``[M, record_words]`` int32.
+        fmt: the tier's layout.
+        table: ``[R, entries, vector_dim]``, or None without a table.
+        table_rows: ``[M]`` int64 row of ``table`` of each record; None means row 0.
+        rotation: ``[D, D]`` fp32 orthonormal.
+        mean: ``[M, D]`` fp32 that was removed, or None.
+        dtype: the model's dtype.
+
+    Returns:
+        ``[M, 128, D]`` in ``dtype``.
+
+    Raises:
+        ValueError: the records have another length than the layout says.
+    """
+    words = fmt.record_words(rotation.shape[-1], dtype.itemsize)
+    _check(records.shape[-1] == words, f"tier {fmt.name!r} has records of {words} words, not {records.shape[-1]}")
+    return unpack_tiles_reference(
+        records, fmt, None if table is None else table.float(), table_rows, rotation, mean, dtype
+    )
+
+
+def decode_attention(
+    query: Tensor,
+    exact: ExactTokens,
+    keys: PackedTiles | None,
+    values: PackedTiles | None,
+    scaling: float,
+    softcap: float | None = None,
+) -> AttentionResult:
+    """Attention over exact tokens and packed tiles; see the reference for the layout of both.
+
+    Args:
+        query: ``[B, HQ, Sq, D]``; HQ a multiple of the KV heads H.
+        exact: sinks, window and new tokens with their mask.
+        keys: packed keys, or None without tiles.
+        values: packed values with the same tiles, or None.
+        scaling: factor of the scores.
+        softcap: ``softcap * tanh(score / softcap)`` before the mask, or None.
+
+    Returns:
+        Output ``[B, HQ, Sq, Dv]`` fp32, log-sum-exp and entropy (bits) ``[B, HQ, Sq]``.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    batch, heads, tokens, dim = exact.keys.shape
+    _check(
+        query.ndim == 4 and query.shape[0] == batch and query.shape[1] % heads == 0 and query.shape[3] == dim,
+        f"query {list(query.shape)} does not fit keys {list(exact.keys.shape)}",
+    )
+    _check(
+        exact.visible.shape[0] == batch
+        and exact.visible.shape[1] in (1, query.shape[2])
+        and exact.visible.shape[2] == tokens,
+        f"mask {list(exact.visible.shape)} does not fit query {list(query.shape)} and {tokens} exact tokens",
+    )
+    _check((keys is None) == (values is None), "packed keys and packed values come together")
+    if keys is not None and values is not None:
+        _check(keys.pages.shape == values.pages.shape, "packed keys and values hold different tiles")
+    return decode_attention_reference(query, exact, keys, values, scaling, softcap)
+
+
+def attention_statistics(
+    query: Tensor, query_index: Tensor, lse: Tensor, keys: Tensor, first_index: int, scaling: float
+) -> TokenStatistics:
+    """How sampled queries of one row attend to neighbouring tokens of it.
+
+    Args:
+        query: ``[HQ, S, D]``.
+        query_index: ``[S]`` int64 positions in the row.
+        lse: ``[HQ, S]`` fp32 log-sum-exp over everything that the queries see.
+        keys: ``[H, N, D]``.
+        first_index: position of the first key in the row.
+        scaling: factor of the scores.
+
+    Returns:
+        Attention mass ``[H]`` and the sum of p^2 of each token ``[H, N]``.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    _check(
+        query.shape[0] % keys.shape[0] == 0 and query.shape[-1] == keys.shape[-1],
+        f"queries {list(query.shape)} do not fit keys {list(keys.shape)}",
+    )
+    _check(lse.shape == query.shape[:2], f"log-sum-exp {list(lse.shape)} does not fit queries {list(query.shape)}")
+    return attention_statistics_reference(query, query_index, lse, keys, first_index, scaling)

@@ -1,0 +1,86 @@
+"""Change one model, and take it back.
+
+``apply`` checks the options, keeps them in ``model.config.hf_subbyte_moe`` (so ``save_pretrained`` publishes them) and
+puts our attention function in front of the model's own, which it calls for every cache that is not ours.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_subbyte_moe.cache import ATTENTION_NAME, PREVIOUS_ATTRIBUTE, EntropySubbyteCache, refuse_unsupported
+from hf_subbyte_moe.config import SubByteConfig
+
+
+CONFIG_KEY = "hf_subbyte_moe"
+STATISTICS_ATTRIBUTE = "_hf_subbyte_moe_statistics"
+
+
+def model_options(config: PreTrainedConfig) -> SubByteConfig:
+    """The options that a model's config carries.
+
+    Raises:
+        ValueError: they are wrong.
+    """
+    return SubByteConfig.from_dict(getattr(config, CONFIG_KEY, None) or {})
+
+
+def remember_cache(model: PreTrainedModel, cache: EntropySubbyteCache) -> None:
+    """Let ``explain(model)`` find what the model's last cache measured, also after the cache is gone."""
+    setattr(model, STATISTICS_ATTRIBUTE, cache.statistics)
+
+
+def use_packed_attention(model: PreTrainedModel) -> bool:
+    """Put our attention function in front of the model's own; False where the model does not allow it."""
+    previous = model.config.get_text_config(decoder=True)._attn_implementation
+    if previous != ATTENTION_NAME:
+        if not model._can_set_attn_implementation():
+            return False
+        for module in model.modules():
+            if getattr(module, "layer_idx", None) is not None:
+                setattr(module, PREVIOUS_ATTRIBUTE, previous)
+        model.set_attn_implementation(ATTENTION_NAME)
+    return True
+
+
+def apply(model: PreTrainedModel, config: Mapping[str, Any] | SubByteConfig | None = None) -> PreTrainedModel:
+    """Switch this package on for one model.
+
+    Args:
+        model: any causal language model that the parts in ``config`` support.
+        config: ``{"kv_cache": {...}}`` or a :class:`SubByteConfig`; None means the options in the model's config, or
+            the default cache where it has none.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: wrong options, or a model that is not supported; the model is unchanged then.
+    """
+    if config is None:
+        config = getattr(model.config, CONFIG_KEY, None) or {"kv_cache": {}}
+    options = config if isinstance(config, SubByteConfig) else SubByteConfig.from_dict(config)
+    if options.kv_cache is not None:
+        refuse_unsupported(model.config.get_text_config(decoder=True))
+        use_packed_attention(model)
+    setattr(model.config, CONFIG_KEY, options.to_dict())
+    return model
+
+
+def restore(model: PreTrainedModel) -> PreTrainedModel:
+    """Take :func:`apply`, and what ``generate`` did, back: attention function, marks and options.
+
+    Returns:
+        The same model.
+    """
+    for module in model.modules():
+        if hasattr(module, PREVIOUS_ATTRIBUTE):
+            previous = getattr(module, PREVIOUS_ATTRIBUTE)
+            delattr(module, PREVIOUS_ATTRIBUTE)
+            if model.config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME:
+                model.set_attn_implementation(previous)
+    for owner, attribute in ((model.config, CONFIG_KEY), (model, STATISTICS_ATTRIBUTE)):
+        if attribute in vars(owner):
+            delattr(owner, attribute)
+    return model

@@ -1,0 +1,173 @@
+"""Which tier each (KV head, side, chunk) of one row of one layer gets.
+
+A policy sees what was measured on the prompt and, if it keeps a budget, how many bits it may spend. Raw entropy is
+measured and shown for every head, but it has no portable sign: on one model high-entropy heads need more bits, on
+another fewer. The measured error of the head's own output ranks heads on both, and is the default.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_subbyte_moe.codecs import Codec, get_codec
+from hf_subbyte_moe.config import UNIFORM, KVCacheConfig
+from hf_subbyte_moe.policy.allocation import Floats, allocate
+
+
+KEYS, VALUES = 0, 1
+SIDES = ("keys", "values")
+CANDIDATES = tuple(get_codec(name) for name in ("vq175", "vq2", "vq3", "vq4", "fp6"))
+HIGH_ENTROPY, LOW_ENTROPY = 4.5, 2.5  # bits; the seed documents' thresholds
+_KEY_WEIGHT = 4.0  # how much more a key's error costs than a value's where nothing was measured
+_RANK_SPAN_BITS = 3.0  # how many bits apart the ends of a ranking are valued
+
+
+@dataclass(frozen=True)
+class ChunkStatistics:
+    """What sampled queries of a prompt say about one chunk of one row of one layer.
+
+    Attributes:
+        first_tile: the chunk's first tile in its row.
+        tiles: how many tiles it has; 0 for a prompt too short to pack, whose measurements serve later tiles.
+        entropy: ``[H]`` mean entropy in bits of the attention of the sampled queries; NaN where none was sampled.
+        mass: ``[H]`` share of their attention that falls on the chunk; NaN likewise.
+        errors: ``[H, 2, C]`` error of the layer's attention output if this head's keys or values alone had one of the
+            policy's C tiers, relative to the output's energy; a prior where nothing was sampled.
+        candidates: the policy's tiers.
+        tiers: ``[H, 2]`` tier ids chosen.
+    """
+
+    first_tile: int
+    tiles: int
+    entropy: Floats
+    mass: Floats
+    errors: Floats
+    candidates: Sequence[Codec]
+    tiers: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A chunk before its tiers are chosen; fields as in :class:`ChunkStatistics`."""
+
+    first_tile: int
+    tiles: int
+    entropy: Floats
+    mass: Floats
+    errors: Floats
+    candidates: Sequence[Codec]
+
+
+def prior_errors(candidates: Sequence[Codec], heads: int) -> Floats:
+    """``[H, 2, C]``: Gaussian error of each tier, keys weighted as they usually matter."""
+    errors = np.array([codec.relative_error for codec in candidates])
+    return np.tile(np.stack([_KEY_WEIGHT * errors, errors]), (heads, 1, 1))
+
+
+def unmeasured(candidates: Sequence[Codec], heads: int, first_tile: int, tiles: int) -> Measured:
+    """A chunk about which nothing is known."""
+    unknown = np.full(heads, np.nan)
+    return Measured(first_tile, tiles, unknown, unknown, prior_errors(candidates, heads), candidates)
+
+
+class Policy(Protocol):
+    """Chooses tiers for the chunks of one row of one layer."""
+
+    @property
+    def tiers(self) -> Sequence[Codec]:
+        """Every tier that it may choose."""
+
+    def choose(self, chunks: Sequence[Measured], bits: Floats, sizes: Floats, budget: float) -> NDArray[np.int64]:
+        """Tier ids ``[chunks, H, 2]``.
+
+        Args:
+            chunks: what was measured.
+            bits: ``[2, C]`` bits a value of each of the policy's tiers, for keys and for values.
+            sizes: ``[chunks, 2]`` values of one head in a chunk.
+            budget: bits for all of it; ignored by policies without a budget.
+        """
+
+
+def _allocate(errors: Floats, bits: Floats, sizes: Floats, budget: float) -> NDArray[np.int64]:
+    """``[chunks, H, 2, C]`` errors of ``CANDIDATES`` -> ``[chunks, H, 2]`` tier ids under a budget."""
+    chunks, heads, sides, _ = errors.shape
+    if not np.array_equal(bits[KEYS], bits[VALUES]):
+        raise ValueError("keys and values of different width have no common budget yet")
+    spread = np.broadcast_to(sizes[:, None, :], (chunks, heads, sides)).reshape(-1)
+    chosen = allocate(errors.reshape(-1, errors.shape[-1]), bits[KEYS], spread, budget)
+    return np.array([codec.tier_id for codec in CANDIDATES])[chosen].reshape(chunks, heads, sides)
+
+
+class ErrorPolicy:
+    """Greedy by the measured error of the attention output, keys and values apart."""
+
+    tiers: Sequence[Codec] = CANDIDATES
+
+    def choose(self, chunks: Sequence[Measured], bits: Floats, sizes: Floats, budget: float) -> NDArray[np.int64]:
+        return _allocate(np.stack([chunk.errors for chunk in chunks]), bits, sizes, budget)
+
+
+class EntropyRankPolicy:
+    """The seed documents' direction under a budget: the higher a head's entropy, the more bits."""
+
+    tiers: Sequence[Codec] = CANDIDATES
+
+    def choose(self, chunks: Sequence[Measured], bits: Floats, sizes: Floats, budget: float) -> NDArray[np.int64]:
+        entropy = np.nan_to_num(np.stack([chunk.entropy for chunk in chunks]))
+        rank = entropy.reshape(-1).argsort(kind="stable").argsort(kind="stable") / max(1, entropy.size - 1)
+        weight = 4.0 ** (_RANK_SPAN_BITS * rank.reshape(entropy.shape))
+        return _allocate(prior_errors(self.tiers, entropy.shape[1]) * weight[:, :, None, None], bits, sizes, budget)
+
+
+class EntropyPolicy:
+    """The seed documents' rule as written: above 4.5 bits FP6, above 2.5 bits 3-bit vectors, else 1.75 bits."""
+
+    tiers: Sequence[Codec] = tuple(get_codec(name) for name in ("fp6", "vq3", "vq175"))
+
+    def choose(self, chunks: Sequence[Measured], bits: Floats, sizes: Floats, budget: float) -> NDArray[np.int64]:
+        high, middle, low = (codec.tier_id for codec in self.tiers)
+        entropy = np.stack([chunk.entropy for chunk in chunks])
+        # nothing measured counts as high: the safe side
+        tier = np.where(entropy <= LOW_ENTROPY, low, np.where(entropy <= HIGH_ENTROPY, middle, high))
+        return np.repeat(tier[:, :, None], 2, axis=2).astype(np.int64)
+
+
+class UniformPolicy:
+    """One tier for everything."""
+
+    def __init__(self, tier: str) -> None:
+        self.tiers: Sequence[Codec] = (get_codec(tier),)
+
+    def choose(self, chunks: Sequence[Measured], bits: Floats, sizes: Floats, budget: float) -> NDArray[np.int64]:
+        return np.full((len(chunks), len(chunks[0].entropy), 2), self.tiers[0].tier_id, dtype=np.int64)
+
+
+def make_policy(config: KVCacheConfig) -> Policy:
+    """The policy that a config names."""
+    if config.policy.startswith(UNIFORM):
+        return UniformPolicy(config.policy.removeprefix(UNIFORM))
+    named: dict[str, type[Policy]] = {
+        "error": ErrorPolicy,
+        "entropy_rank": EntropyRankPolicy,
+        "entropy": EntropyPolicy,
+    }
+    return named[config.policy]()
+
+
+def check_budget(config: KVCacheConfig, head_dim: int) -> None:
+    """Refuse a budget that no choice of tiers meets at this head dimension.
+
+    Raises:
+        ValueError: names the range that is possible.
+    """
+    if config.budget is None:
+        return
+    bits = [codec.format.bits_per_value(head_dim) for codec in CANDIDATES]
+    if not min(bits) <= config.budget <= max(bits):
+        raise ValueError(
+            f"bits={config.budget} is out of reach at head_dim {head_dim}: the tiers "
+            f"{[codec.name for codec in CANDIDATES]} give {min(bits):.3f} to {max(bits):.3f} bits a value"
+        )

@@ -1,0 +1,238 @@
+"""Measure, on sampled queries of a prompt, how each head attends and what each tier would cost its output.
+
+No attention matrix is formed. Of a prompt's queries ``SAMPLED_QUERIES`` are taken: half are the last ones, which look
+like what will be asked next, half are spread over its second half. They attend to everything once, block by block,
+which gives entropy and the log-sum-exp. A second pass over the chunk's keys gives each token's weight in the output
+error, the sum of p^2. The tokens with the largest weights, ``PROBE_TOKENS`` a head, are then really quantized in every
+candidate tier, and the error of the head's output is measured with keys or values replaced; what the other tokens add
+is extrapolated from their share of the weight, since independent errors add up in proportion to it.
+
+Errors pass through the output projection where the module has a plain one, and are relative to the energy of the
+layer's whole attention output, so they compare between heads, sides and layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_subbyte_moe.codecs import Codec, Table
+from hf_subbyte_moe.ops import (
+    TILE_TOKENS,
+    AttentionResult,
+    ExactTokens,
+    PackedTiles,
+    attention_statistics,
+    decode_attention,
+    pack_tiles,
+    unpack_tiles,
+)
+from hf_subbyte_moe.policy.allocation import Floats
+from hf_subbyte_moe.policy.policies import KEYS, VALUES, Measured
+
+
+SAMPLED_QUERIES = 64
+PROBE_TOKENS = 1024
+MIN_QUERIES = 8
+_MAX_LOGIT = 60.0  # of a misquantized key over the log-sum-exp; exp stays finite
+
+
+@dataclass(frozen=True)
+class SideCodec:
+    """How one side of one row is quantized.
+
+    Attributes:
+        rotation: ``[D, D]`` fp32.
+        mean: ``[H, D]`` fp32, or None for values.
+        tables: tier id -> ``[entries, vector_dim]`` or, for centroids, ``[H, entries]``, fp32.
+    """
+
+    rotation: Tensor
+    mean: Tensor | None
+    tables: dict[int, Tensor]
+
+    def pack(self, tiles: Tensor, heads: Tensor, codec: Codec) -> Tensor:
+        """``[m, 128, D]`` tiles of the given ``[m]`` heads -> ``[m, record_words]`` records."""
+        table = self.tables.get(codec.tier_id)
+        if codec.table is Table.CENTROIDS and table is not None:
+            table = table[heads]
+        mean = None if self.mean is None else self.mean[heads]
+        return pack_tiles(tiles, codec.format, table, self.rotation, mean)
+
+    def unpack(self, records: Tensor, heads: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
+        """Inverse of :meth:`pack`: ``[m, 128, D]`` in ``dtype``."""
+        table, rows = self.tables.get(codec.tier_id), None
+        if table is not None:
+            if codec.table is Table.CENTROIDS:
+                table, rows = table.unsqueeze(-1), heads
+            else:
+                table = table.unsqueeze(0)
+        mean = None if self.mean is None else self.mean[heads]
+        return unpack_tiles(records, codec.format, table, rows, self.rotation, mean, dtype)
+
+    def round_trip(self, states: Tensor, codec: Codec) -> Tensor:
+        """``[H, N, D]`` states (N a multiple of 128) as they come back from a tier, fp32."""
+        heads, tokens, dim = states.shape
+        head = torch.arange(heads, device=states.device).repeat_interleave(tokens // TILE_TOKENS)
+        records = self.pack(states.reshape(-1, TILE_TOKENS, dim), head, codec)
+        return self.unpack(records, head, codec, torch.float32).view(heads, tokens, dim)
+
+
+def sample_positions(queries: int) -> Tensor:
+    """Sorted positions of at most ``SAMPLED_QUERIES`` queries among ``queries`` new ones."""
+    last = min(queries, SAMPLED_QUERIES // 2)
+    spread = torch.linspace(queries // 2, max(queries // 2, queries - last - 1), SAMPLED_QUERIES // 2).long()
+    positions: Tensor = torch.cat([spread, torch.arange(queries - last, queries)]).unique()
+    return positions
+
+
+def output_weight(module: torch.nn.Module | None, width: int) -> Tensor | None:
+    """The attention module's output projection ``[hidden, width]``, or None where it has no plain one."""
+    for name in ("o_proj", "out_proj", "dense", "c_proj"):
+        weight = getattr(getattr(module, name, None), "weight", None)
+        if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[1] == width and weight.is_floating_point():
+            return weight.detach()
+    return None
+
+
+class RowProbe:
+    """Sampled queries of one row and what they see; measures chunks of the row against them."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        query_index: Tensor,
+        exact: ExactTokens,
+        tiles: tuple[PackedTiles, PackedTiles] | None,
+        scaling: float,
+        weight: Tensor | None,
+    ) -> None:
+        """Attend once.
+
+        Args:
+            query: ``[HQ, S, D]`` sampled queries.
+            query_index: ``[S]`` their positions in the row.
+            exact: the row's exact tokens ``[1, H, E, D]`` with the mask of these queries.
+            tiles: the row's packed keys and values, or None.
+            scaling: factor of the scores.
+            weight: ``[hidden, HQ * Dv]`` output projection, or None.
+        """
+        keys, values = tiles if tiles is not None else (None, None)
+        result: AttentionResult = decode_attention(query.unsqueeze(0), exact, keys, values, scaling)
+        self.query, self.query_index, self.scaling = query.float(), query_index, scaling
+        self.output, self.lse = result.output[0], result.lse[0]
+        self.entropy = result.entropy[0]
+        self._heads = exact.keys.shape[1]
+        query_heads, _, dim = self.output.shape
+        if weight is None:
+            self._weight = None
+        else:  # [HQ, Dv, hidden]
+            self._weight = weight.float().t().reshape(query_heads, dim, -1)
+        self._energy = self._total_energy()
+
+    def _total_energy(self) -> float:
+        """Mean squared length of the layer's attention output."""
+        if self._weight is None:
+            return float(self.output.square().sum((0, 2)).mean())
+        return float(torch.einsum("hsd,hdo->so", self.output, self._weight).square().sum(-1).mean())
+
+    def _error(self, difference: Tensor) -> Tensor:
+        """``[H]`` mean squared length of ``[HQ, S, Dv]`` output differences, relative to the layer's output."""
+        if self._weight is not None:
+            difference = difference @ self._weight
+        squared = difference.square().sum(-1).mean(-1)  # [HQ]
+        return squared.view(self._heads, -1).sum(-1) / max(self._energy, torch.finfo(torch.float32).tiny)
+
+    def measure(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        first_index: int,
+        sides: tuple[SideCodec, SideCodec],
+        first_tile: int,
+        tiles: int,
+        candidates: Sequence[Codec],
+    ) -> Measured:
+        """Entropy, mass and the error of every candidate tier for one chunk.
+
+        Args:
+            keys: ``[H, N, D]`` the chunk's exact keys, neighbours in the row; N at least 1.
+            values: ``[H, N, Dv]``.
+            first_index: position of the first token in the row.
+            sides: how keys and values of this row are quantized.
+            first_tile: the chunk's first tile.
+            tiles: its tiles.
+            candidates: tiers to measure.
+        """
+        stats = attention_statistics(self.query, self.query_index, self.lse, keys, first_index, self.scaling)
+        probed = self._probe_tokens(stats.weight)
+        total = stats.weight.sum(-1)
+        covered = stats.weight.gather(1, probed).sum(-1)
+        # [H]: everything's weight over that of the probed tokens
+        share = torch.where(covered > 0, total / covered.clamp(min=torch.finfo(torch.float32).tiny), 0)
+        errors = self._tier_errors(keys, values, probed, first_index, sides, candidates)
+        errors = errors * share[:, None, None]
+        inside = (self.query_index >= first_index) & (self.query_index < first_index + keys.shape[1])
+        chosen = inside if bool(inside.any()) else torch.ones_like(inside)
+        entropy = self.entropy[:, chosen].mean(-1).view(self._heads, -1).mean(-1)
+        return Measured(first_tile, tiles, _floats(entropy), _floats(stats.mass), _floats(errors), candidates)
+
+    @staticmethod
+    def _probe_tokens(weight: Tensor) -> Tensor:
+        """``[H, J]`` the tokens that weigh most, J a multiple of 128 (a short chunk repeats its lightest token)."""
+        tokens = weight.shape[1]
+        if tokens > PROBE_TOKENS:
+            return weight.topk(PROBE_TOKENS, dim=1).indices.sort(dim=1).values
+        return torch.arange(tokens, device=weight.device).expand(weight.shape[0], tokens)
+
+    def _tier_errors(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        probed: Tensor,
+        first_index: int,
+        sides: tuple[SideCodec, SideCodec],
+        candidates: Sequence[Codec],
+    ) -> Tensor:
+        """``[H, 2, C]`` errors with only the probed tokens quantized."""
+        heads, count = probed.shape
+        key = _take(keys, probed)
+        value = _take(values, probed)
+        query = self.query.reshape(heads, -1, self.query.shape[-1]) * self.scaling  # [H, G * S, D]
+        lse = self.lse.reshape(heads, -1, 1)
+        output = self.output.reshape(heads, -1, self.output.shape[-1])
+        seen = (probed + first_index).unsqueeze(1) <= self.query_index.unsqueeze(-1)  # [H, S, J]
+        unseen = ~seen.repeat(1, query.shape[1] // seen.shape[1], 1)
+        weights = torch.exp(query @ key.transpose(-1, -2) - lse).masked_fill(unseen, 0)
+        rest = output - weights @ value  # what the tokens that stay exact contribute
+        rest_mass = 1 - weights.sum(-1, keepdim=True)
+        errors = torch.empty(heads, 2, len(candidates), device=keys.device)
+        for number, codec in enumerate(candidates):
+            new_key = _round_trip(sides[KEYS], key, codec)[:, :count]
+            new_value = _round_trip(sides[VALUES], value, codec)[:, :count]
+            logits = (query @ new_key.transpose(-1, -2) - lse).clamp(max=_MAX_LOGIT)
+            new_weights = torch.exp(logits).masked_fill(unseen, 0)
+            mass = (rest_mass + new_weights.sum(-1, keepdim=True)).clamp(min=torch.finfo(torch.float32).eps)
+            by_keys = (rest + new_weights @ value) / mass - output
+            by_values = weights @ (new_value - value)
+            errors[:, KEYS, number] = self._error(by_keys.view_as(self.output))
+            errors[:, VALUES, number] = self._error(by_values.view_as(self.output))
+        return errors
+
+
+def _take(states: Tensor, index: Tensor) -> Tensor:
+    return states.gather(1, index.unsqueeze(-1).expand(-1, -1, states.shape[-1])).float()
+
+
+def _round_trip(side: SideCodec, states: Tensor, codec: Codec) -> Tensor:
+    """Quantize ``[H, J, D]`` tokens, filled up to whole tiles with copies of the last one."""
+    missing = -states.shape[1] % TILE_TOKENS
+    if missing:
+        states = torch.cat([states, states[:, -1:].expand(-1, missing, -1)], dim=1)
+    return side.round_trip(states, codec)
+
+
+def _floats(tensor: Tensor) -> Floats:
+    return tensor.detach().cpu().numpy().astype(np.float64)

@@ -1,0 +1,150 @@
+"""What importing the package does to Transformers, and how to undo it.
+
+Registers the cache name and the attention function, and wraps two methods, because Transformers has no registry for
+either: ``GenerationMixin._prepare_cache_for_generation`` builds caches, ``PreTrainedModel.from_pretrained`` takes the
+``hf_subbyte_moe`` option. Both wraps pass everything through that does not name us.
+"""
+
+import copy
+import functools
+from typing import Any
+
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, PreTrainedModel
+from transformers.generation import configuration_utils
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import GenerationMixin
+from transformers.masking_utils import sdpa_mask
+
+from hf_subbyte_moe.cache import ATTENTION_NAME, CACHE_NAME, EntropySubbyteCache, register_attention
+from hf_subbyte_moe.compat import CACHE_KW
+from hf_subbyte_moe.config import SubByteConfig
+from hf_subbyte_moe.patching import CONFIG_KEY, apply, model_options, remember_cache, use_packed_attention
+
+
+_NAME_LISTS = ("DYNAMIC_CACHE_IMPLEMENTATIONS", "ALL_CACHE_IMPLEMENTATIONS")
+_SUPPORTED_MODES = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+)
+_MARK = "_hf_subbyte_moe_wraps"
+_generation: Any = GenerationMixin  # Any: their methods are replaced
+_loading: Any = PreTrainedModel
+
+
+def register() -> None:
+    """Make the names known and wrap the two methods; harmless when repeated."""
+    for name in _NAME_LISTS:
+        known = getattr(configuration_utils, name)
+        if CACHE_NAME not in known:
+            setattr(configuration_utils, name, (*known, CACHE_NAME))
+    register_attention()
+    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+    if not hasattr(_generation._prepare_cache_for_generation, _MARK):
+        _generation._prepare_cache_for_generation = _wrap_prepare_cache(_generation._prepare_cache_for_generation)
+    if not hasattr(_loading.from_pretrained.__func__, _MARK):
+        _loading.from_pretrained = classmethod(_wrap_from_pretrained(_loading.from_pretrained.__func__))
+
+
+def unregister() -> None:
+    """Undo :func:`register`. Models that were changed stay so; ``restore`` them first."""
+    for name in _NAME_LISTS:
+        known = getattr(configuration_utils, name)
+        setattr(configuration_utils, name, tuple(entry for entry in known if entry != CACHE_NAME))
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop(ATTENTION_NAME, None)
+    wrapped = _generation._prepare_cache_for_generation
+    _generation._prepare_cache_for_generation = getattr(wrapped, _MARK, wrapped)
+    function = _loading.from_pretrained.__func__
+    _loading.from_pretrained = classmethod(getattr(function, _MARK, function))
+
+
+def _wrap_prepare_cache(original: Any) -> Any:
+    @functools.wraps(original)
+    def _prepare_cache_for_generation(
+        self: Any,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        given = model_kwargs.get(CACHE_KW)
+        if given is not None:
+            _prepare_given(self, given, generation_config, model_kwargs, generation_mode)
+        elif generation_config.use_cache is not False and _wants_ours(self, generation_config):
+            model_kwargs[CACHE_KW] = _make_cache(self, generation_config, model_kwargs, generation_mode)
+            return None
+        return original(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
+
+    setattr(_prepare_cache_for_generation, _MARK, original)
+    return _prepare_cache_for_generation
+
+
+def _wants_ours(model: Any, generation_config: GenerationConfig) -> bool:
+    named = generation_config.cache_implementation
+    if named is not None:
+        return bool(named == CACHE_NAME)
+    kv_cache = model_options(model.config).kv_cache
+    return kv_cache is not None and kv_cache.default
+
+
+def _prepare_given(
+    model: Any, given: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], mode: GenerationMode
+) -> None:
+    """The caller brought a cache, which wins over a name that a model's own files give."""
+    if generation_config.cache_implementation == CACHE_NAME:
+        generation_config.cache_implementation = None
+    if isinstance(given, EntropySubbyteCache):
+        _check_call(model_kwargs, mode)
+        use_packed_attention(model)
+        remember_cache(model, given)
+
+
+def _make_cache(
+    model: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], mode: GenerationMode
+) -> EntropySubbyteCache:
+    if not model._supports_default_dynamic_cache():
+        raise ValueError(f"{type(model).__name__} does not support cache_implementation={CACHE_NAME!r}")
+    _check_call(model_kwargs, mode)
+    if generation_config.prefill_chunk_size is not None:
+        raise ValueError(f"cache_implementation={CACHE_NAME!r} does not support prefill_chunk_size yet")
+    if getattr(generation_config, "is_assistant", False):
+        raise ValueError(f"cache_implementation={CACHE_NAME!r} does not support assistant models yet")
+    kv_cache = model_options(model.config).kv_cache
+    options = {} if kv_cache is None else kv_cache.to_dict()
+    given = copy.deepcopy(generation_config.cache_config or {})
+    if "policy" in given and "bits" not in given:
+        options.pop("bits", None)  # a budget of the model's own belongs to its own policy
+    cache = EntropySubbyteCache(model.config.get_text_config(decoder=True), **{**options, **given})
+    use_packed_attention(model)
+    remember_cache(model, cache)
+    return cache
+
+
+def _check_call(model_kwargs: dict[str, Any], mode: GenerationMode) -> None:
+    if mode not in _SUPPORTED_MODES:
+        raise ValueError(f"cache_implementation={CACHE_NAME!r} does not support {mode.value} yet")
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.ndim == 2 and bool((mask[:, 1:] < mask[:, :-1]).any()):
+        raise ValueError(
+            f"cache_implementation={CACHE_NAME!r} supports left padding only: attention_mask hides tokens on the "
+            "right of or between visible ones; use tokenizer.padding_side='left'"
+        )
+
+
+def _wrap_from_pretrained(original: Any) -> Any:
+    @functools.wraps(original)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        options = kwargs.pop(CONFIG_KEY, None)
+        if options is not None:
+            options = SubByteConfig.from_dict(options)
+        loaded = original(cls, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if options is not None or getattr(model.config, CONFIG_KEY, None):
+            apply(model, options)
+        return loaded
+
+    setattr(from_pretrained, _MARK, original)
+    return from_pretrained

@@ -1,0 +1,58 @@
+"""What sampled queries say about the tokens that are about to be packed, in plain PyTorch.
+
+One pass over the keys of a row, block by block; a block of probabilities is the largest thing that exists.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+_BLOCK_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class TokenStatistics:
+    """How sampled queries attend to the tokens of one row.
+
+    Attributes:
+        mass: ``[H]`` share of the attention that falls on these tokens, mean over the group's sampled queries.
+        weight: ``[H, N]`` sum of p^2 over the group's sampled queries: what a token's error weighs in the output.
+    """
+
+    mass: Tensor
+    weight: Tensor
+
+
+def attention_statistics_reference(
+    query: Tensor, query_index: Tensor, lse: Tensor, keys: Tensor, first_index: int, scaling: float
+) -> TokenStatistics:
+    """Attention mass and squared weight of each token.
+
+    Args:
+        query: ``[HQ, S, D]`` sampled queries of one row.
+        query_index: ``[S]`` int64, their positions in the row.
+        lse: ``[HQ, S]`` fp32, log-sum-exp over everything that they see.
+        keys: ``[H, N, D]`` the tokens in question, neighbours in the row.
+        first_index: position in the row of the first of them.
+        scaling: factor of the scores.
+
+    Returns:
+        Mass and weights; tokens after a query count for nothing.
+    """
+    heads, tokens, dim = keys.shape
+    samples = query.shape[1]
+    rows = query.float().reshape(heads, -1, dim) * scaling
+    rows_lse = lse.reshape(heads, -1, 1)
+    mass = torch.zeros(heads, device=keys.device)
+    weight = torch.empty(heads, tokens, device=keys.device)
+    group = rows.shape[1] // samples
+    for start in range(0, tokens, _BLOCK_TOKENS):
+        part = keys[:, start : start + _BLOCK_TOKENS]
+        index = torch.arange(first_index + start, first_index + start + part.shape[1], device=keys.device)
+        seen = (index <= query_index.unsqueeze(-1)).repeat(group, 1)
+        weights = torch.exp(rows @ part.float().transpose(-1, -2) - rows_lse).masked_fill(~seen, 0)
+        mass += weights.sum((1, 2))
+        weight[:, start : start + part.shape[1]] = weights.square_().sum(1)
+    return TokenStatistics(mass / rows.shape[1], weight)

@@ -1,0 +1,230 @@
+"""Attention over packed tiles and exact tokens with a streaming softmax, in plain PyTorch.
+
+The exact tokens come first, then blocks of tiles. A block's records are gathered from their pools, decoded in units of
+their token's scale and used at once; the scales are folded in after the dot products. So the working memory is one
+block, whatever the context. Everything packed lives in one space per side, the rotated one: queries are rotated once,
+and the sum over values is rotated back once.
+
+    score(q, k) = scaling * (q . mean + scale_k * (R q) . code_k)
+    output      = R^T sum_k p_k scale_k code_k
+
+Tiers that are stored unrotated (``RAW``, ``FLOAT8``, ``SCALAR``) are brought into that space after decoding.
+Everything is fp32.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from subbyte_kernels.formats import TILE_TOKENS, PackedTiles, page_slots, page_tiers
+from subbyte_kernels.pack_tiles.reference import decode_codes
+
+
+BLOCK_TILES = 32
+_MAX_SCORES = 1 << 25
+
+
+@dataclass(frozen=True)
+class ExactTokens:
+    """Tokens that are held as the model made them.
+
+    Attributes:
+        keys: ``[B, H, E, D]`` in the model's dtype; may hold anything where no query sees it.
+        values: ``[B, H, E, Dv]``.
+        visible: ``[B, 1 or Sq, E]`` bool, whether a query may see a token.
+    """
+
+    keys: Tensor
+    values: Tensor
+    visible: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionResult:
+    """Outputs and the quantities that statistics need.
+
+    Attributes:
+        output: ``[B, HQ, Sq, Dv]`` fp32; zero where a query sees nothing.
+        lse: ``[B, HQ, Sq]`` fp32, natural logarithm of the softmax denominator; -inf where a query sees nothing.
+        entropy: ``[B, HQ, Sq]`` fp32 in bits.
+    """
+
+    output: Tensor
+    lse: Tensor
+    entropy: Tensor
+
+
+class _Softmax:
+    """Running softmax over blocks: maximum, denominator, weighted values, weighted scores."""
+
+    def __init__(self, rows: torch.Size, value_dim: int, device: torch.device) -> None:
+        self.maximum = torch.full(rows, -torch.inf, device=device)
+        self.total = torch.zeros(rows, device=device)
+        self.score = torch.zeros(rows, device=device)
+        self.output = torch.zeros(*rows, value_dim, device=device)
+
+    def absorb(self, scores: Tensor, values: Tensor, value_scales: Tensor | None) -> None:
+        """Add a block: ``[B, H, R, n]`` scores (-inf where masked), ``[B, H, n, Dv]``, ``[B, H, 1, n]``."""
+        maximum = torch.maximum(self.maximum, scores.amax(-1))
+        base = maximum.masked_fill(maximum == -torch.inf, 0)
+        weights = torch.exp(scores - base.unsqueeze(-1))
+        keep = torch.exp(self.maximum - base)
+        self.maximum = maximum
+        self.total = self.total * keep + weights.sum(-1)
+        self.score = self.score * keep + (weights * scores.clamp(min=torch.finfo(scores.dtype).min)).sum(-1)
+        scaled = weights if value_scales is None else weights * value_scales
+        self.output = self.output * keep.unsqueeze(-1) + scaled @ values
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        total = self.total.clamp(min=torch.finfo(torch.float32).tiny)
+        lse = torch.where(self.total > 0, self.maximum + total.log(), -torch.inf)
+        nats = torch.where(self.total > 0, lse - self.score / total, 0)
+        return self.output / total.unsqueeze(-1), lse, (nats / torch.log(torch.tensor(2.0))).clamp(min=0)
+
+
+def gather_block(side: PackedTiles, first: int, last: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Decode tiles ``first`` to ``last - 1`` of every row and head into the rotated space.
+
+    Returns:
+        ``[B, H, n, D]`` fp32 in units of the scales (zero where a row has no such tile), ``[B, H, 1, n]`` fp32 scales.
+    """
+    pages = side.pages[:, :, first:last]
+    batch, heads, tiles = pages.shape
+    dim, device = side.head_dim, side.rotation.device
+    flat = pages.reshape(-1)
+    tiers, slots = page_tiers(flat), page_slots(flat)
+    values = scales = None
+    for tier_id, pool in side.pools.items():
+        chosen = (tiers == tier_id).nonzero().squeeze(-1)
+        if not len(chosen):
+            continue
+        fmt = side.formats[tier_id]
+        unit = chosen // tiles  # row * heads + head
+        records = pool.index_select(0, slots[chosen])
+        table, rows = _table(side, tier_id, unit, heads)
+        decoded, scale = decode_codes(records, fmt, dim, table, rows, dtype)
+        if not fmt.rotated:
+            if scale is not None:
+                decoded = decoded * scale.unsqueeze(-1)
+            if side.mean is not None and not fmt.centred:
+                decoded = decoded - side.mean.flatten(0, 1)[unit].unsqueeze(1)
+            decoded, scale = decoded @ side.rotation.t(), None
+        if scale is None:
+            scale = torch.ones(decoded.shape[:2], device=device)
+        if len(chosen) == len(flat):
+            values, scales = decoded, scale
+            break
+        if values is None or scales is None:
+            values = torch.zeros(len(flat), TILE_TOKENS, dim, device=device)
+            scales = torch.zeros(len(flat), TILE_TOKENS, device=device)
+        values[chosen], scales[chosen] = decoded, scale
+    assert values is not None
+    assert scales is not None
+    return values.view(batch, heads, -1, dim), scales.view(batch, heads, 1, -1)
+
+
+def _table(side: PackedTiles, tier_id: int, unit: Tensor, heads: int) -> tuple[Tensor | None, Tensor | None]:
+    """A tier's table as ``[R, entries, d]`` fp32 and the row of it that each (row, head) unit uses."""
+    table = side.tables.get(tier_id)
+    if table is None:
+        return None, None
+    flat = table.float().flatten(0, 1)
+    if flat.shape[0] == 1:
+        return flat, None
+    row, head = unit // heads, unit % heads
+    return flat, (row % table.shape[0]) * table.shape[1] + head % table.shape[1]
+
+
+def _blocks(exact: ExactTokens, group: int, queries: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Exact tokens block by block: keys, values, mask ``[B, 1, R or 1, n]`` for the ``group * queries`` rows."""
+    size = BLOCK_TILES * TILE_TOKENS
+    for start in range(0, exact.keys.shape[2], size):
+        part = slice(start, start + size)
+        mask = exact.visible[:, None, :, part]
+        if mask.shape[2] > 1:
+            mask = mask.repeat(1, 1, group, 1)
+        unseen = ~exact.visible[:, :, part].any(1)[:, None, :, None]  # 0 * NaN is NaN
+        yield exact.keys[:, :, part].float(), exact.values[:, :, part].float().masked_fill(unseen, 0), mask
+
+
+def _cap(scores: Tensor, softcap: float | None) -> Tensor:
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def decode_attention_reference(
+    query: Tensor,
+    exact: ExactTokens,
+    keys: PackedTiles | None,
+    values: PackedTiles | None,
+    scaling: float,
+    softcap: float | None = None,
+) -> AttentionResult:
+    """Attention of every query over a row's exact tokens and all of its packed tiles.
+
+    Args:
+        query: ``[B, HQ, Sq, D]``; HQ a multiple of H. Packed tiles are older than every query.
+        exact: tokens held exactly, with their mask.
+        keys: packed keys, or None without tiles.
+        values: packed values with the same tiles, or None.
+        scaling: factor of the scores.
+        softcap: ``softcap * tanh(score / softcap)`` before the mask, or None.
+
+    Returns:
+        Output, log-sum-exp and entropy of every query.
+    """
+    batch, query_heads, length, dim = query.shape
+    heads = exact.keys.shape[1]
+    group = query_heads // heads
+    step = max(1, _MAX_SCORES // (batch * query_heads * BLOCK_TILES * TILE_TOKENS))
+    if length > step:
+        parts = []
+        for start in range(0, length, step):
+            part = slice(start, start + step)
+            visible = exact.visible if exact.visible.shape[1] == 1 else exact.visible[:, part]
+            piece = ExactTokens(exact.keys, exact.values, visible)
+            parts.append(decode_attention_reference(query[:, :, part], piece, keys, values, scaling, softcap))
+        return AttentionResult(
+            torch.cat([part.output for part in parts], dim=2),
+            torch.cat([part.lse for part in parts], dim=2),
+            torch.cat([part.entropy for part in parts], dim=2),
+        )
+    # [B, H, group * Sq, D]: the whole group of a KV head is one block of rows
+    rows = query.float().reshape(batch, heads, group * length, dim) * scaling
+    softmax = _Softmax(rows.shape[:3], exact.values.shape[-1], query.device)
+    for block_keys, block_values, mask in _blocks(exact, group, length):
+        scores = _cap(rows @ block_keys.transpose(-1, -2), softcap).masked_fill(~mask, -torch.inf)
+        softmax.absorb(scores, block_values, None)
+    if keys is not None and values is not None and keys.pages.shape[-1]:
+        _absorb_tiles(softmax, rows, keys, values, query.dtype, softcap)
+    output, lse, entropy = softmax.finish()
+    return AttentionResult(
+        output.view(batch, query_heads, length, -1),
+        lse.view(batch, query_heads, length),
+        entropy.view(batch, query_heads, length),
+    )
+
+
+def _absorb_tiles(
+    softmax: _Softmax,
+    rows: Tensor,
+    keys: PackedTiles,
+    values: PackedTiles,
+    dtype: torch.dtype,
+    softcap: float | None,
+) -> None:
+    rotated = rows @ keys.rotation.t()
+    offset = 0 if keys.mean is None else (rows @ keys.mean.unsqueeze(-1))
+    softmax.output = softmax.output @ values.rotation.t()
+    tiles = keys.pages.shape[-1]
+    for first in range(0, tiles, BLOCK_TILES):
+        last = min(first + BLOCK_TILES, tiles)
+        codes, scales = gather_block(keys, first, last, dtype)
+        scores = _cap((rotated @ codes.transpose(-1, -2)) * scales + offset, softcap)
+        missing = keys.pages[:, :, first:last] < 0
+        if missing.any():
+            scores = scores.masked_fill(missing.repeat_interleave(TILE_TOKENS, -1).unsqueeze(2), -torch.inf)
+        codes, scales = gather_block(values, first, last, dtype)
+        softmax.absorb(scores, codes, scales)
+    softmax.output = softmax.output @ values.rotation

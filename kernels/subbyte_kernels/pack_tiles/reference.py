@@ -1,0 +1,286 @@
+"""Tiles of keys or values <-> records, in plain PyTorch. Layout: ``subbyte_kernels/formats.py``.
+
+``VECTOR`` (Gaussian after rotation): each token is divided by its root mean square, every ``vector_dim`` neighbours
+are replaced by the nearest table entry, and the scale is chosen so that the decoded vector has the original's norm; a
+nearest entry is shorter than what it stands for, and attention logits would shrink with it.
+``FLOAT6``/``FLOAT8``: the scale maps the token's largest value to the format's largest; it is rounded to bf16 before
+the codes are chosen, so that its rounding costs nothing.
+``SCALAR``: unrotated; values beyond ``OUTLIER_SIGMA`` of their token go to the outlier list (the largest first, up to
+its capacity), the rest are divided by the root mean square of what is left.
+
+Everything is computed in fp32 after division by the token's largest magnitude: squares neither overflow nor vanish.
+
+Source: rotation and scalar codes, TurboQuant (arXiv 2504.19874); coupled codes, CQ (arXiv 2405.03917); outliers,
+KVQuant (arXiv 2401.18079).
+"""
+
+import torch
+from torch import Tensor
+
+from subbyte_kernels.bitpack import pack_codes, unpack_codes
+from subbyte_kernels.formats import TILE_TOKENS, Encoding, TileFormat
+
+
+OUTLIER_SIGMA = 3.5
+_FP6_MAX = 7.5
+_FP8_MAX = 448.0
+_BF16_MAX = torch.finfo(torch.bfloat16).max
+_TINY = torch.finfo(torch.float32).tiny
+_SEARCH_CHUNK = 8192
+
+
+def nearest_entries(vectors: Tensor, table: Tensor) -> Tensor:
+    """Index of the nearest table entry in the Euclidean sense.
+
+    Args:
+        vectors: ``[n, d]`` fp32.
+        table: ``[entries, d]`` fp32.
+
+    Returns:
+        ``[n]`` int64.
+    """
+    half_norms = table.square().sum(-1).mul(-0.5)
+    columns = table.t().contiguous()
+    pieces = [torch.addmm(half_norms, part, columns).argmax(-1) for part in vectors.split(_SEARCH_CHUNK)]
+    return torch.cat(pieces) if pieces else vectors.new_zeros(0, dtype=torch.int64)
+
+
+def e2m3_codes(values: Tensor) -> Tensor:
+    """6-bit E2M3 codes (sign, 2 exponent bits, 3 mantissa bits), round to nearest even, saturating at 7.5."""
+    magnitude = values.abs().clamp(max=_FP6_MAX)
+    coarse = torch.where(magnitude < 4, 8 + (magnitude * 4).round(), 16 + (magnitude * 2).round())
+    code = torch.where(magnitude < 2, (magnitude * 8).round(), coarse).to(torch.int32)
+    return code | (values < 0).to(torch.int32) << 5
+
+
+def e2m3_table() -> Tensor:
+    """``[64, 1]`` fp32: the value of every E2M3 code."""
+    code = torch.arange(32)
+    exponent, mantissa = code >> 3, (code & 7).float()
+    magnitude = torch.where(exponent == 0, mantissa / 8, (1 + mantissa / 8) * 2.0 ** (exponent - 1))
+    return torch.cat([magnitude, -magnitude]).unsqueeze(-1)
+
+
+def normalize_tokens(states: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens divided by their root mean square.
+
+    Returns:
+        The tokens, and ``[..., 1]`` root mean squares; both zero for a zero token.
+    """
+    largest = states.abs().amax(-1, keepdim=True)
+    scaled = states / largest.clamp(min=_TINY)
+    rms = scaled.square().mean(-1, keepdim=True).sqrt()
+    return scaled / rms.clamp(min=_TINY), largest * rms
+
+
+def _to_bf16(scale: Tensor) -> Tensor:
+    return scale.clamp(max=_BF16_MAX).to(torch.bfloat16)
+
+
+def _round_up_bf16(scale: Tensor) -> Tensor:
+    """The nearest bf16 that is not below ``scale``."""
+    rounded = _to_bf16(scale)
+    low = rounded.float() < scale
+    bumped = (rounded.view(torch.int16) + low.to(torch.int16)).view(torch.bfloat16)
+    return torch.where(torch.isfinite(bumped), bumped, rounded)
+
+
+def _words(*sections: Tensor) -> Tensor:
+    """Join ``[M, ...]`` sections of any element size into ``[M, words]`` int32."""
+    return torch.cat([part.flatten(1).contiguous().view(torch.int32) for part in sections], dim=1)
+
+
+def _divide(states: Tensor, scale: Tensor) -> Tensor:
+    """``states / scale`` for bf16 scales that may be zero (then the states are zero too)."""
+    return states / scale.float().clamp(min=_TINY)
+
+
+def _encode_vector(states: Tensor, fmt: TileFormat, table: Tensor) -> Tensor:
+    unit, rms = normalize_tokens(states)
+    codes = nearest_entries(unit.reshape(-1, fmt.vector_dim), table)
+    decoded = table[codes].view_as(unit)
+    length = decoded.square().mean(-1, keepdim=True).sqrt()
+    scale = _to_bf16(rms / length.clamp(min=_TINY))
+    packed = [pack_codes(codes.view(len(states), -1), fmt.code_bits), scale]
+    if fmt.token_outliers:
+        exact = _divide(states, scale)
+        channels = (exact - decoded).abs().topk(fmt.token_outliers, dim=-1).indices
+        kept = exact.gather(-1, channels).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+        packed.append(torch.cat([channels.to(torch.uint8), kept.view(torch.uint8)], dim=-1))
+    return _words(*packed)
+
+
+def _encode_float(states: Tensor, fmt: TileFormat) -> Tensor:
+    eight = fmt.encoding is Encoding.FLOAT8
+    largest = _FP8_MAX if eight else _FP6_MAX
+    scale = _round_up_bf16(states.abs().amax(-1, keepdim=True) / largest)
+    scaled = _divide(states, scale).clamp(-largest, largest)
+    if eight:
+        return _words(scaled.to(torch.float8_e4m3fn), scale)
+    return _words(pack_codes(e2m3_codes(scaled).flatten(1), fmt.code_bits), scale)
+
+
+def split_outliers(states: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The outliers of tiles: values beyond ``OUTLIER_SIGMA`` of their token, the largest first.
+
+    Args:
+        states: ``[M, 128, D]`` fp32.
+        capacity: outliers a tile at most.
+
+    Returns:
+        ``[M, capacity]`` flat positions, ``[M]`` counts, ``[M, 128, D]`` states with the outliers set to zero.
+    """
+    unit, _ = normalize_tokens(states)
+    size = unit.abs().flatten(1)
+    ranked = size.topk(capacity, dim=1)
+    is_outlier = ranked.values > OUTLIER_SIGMA
+    keep = torch.ones_like(size).scatter_(1, ranked.indices, (~is_outlier).to(size.dtype))
+    return ranked.indices, is_outlier.sum(1), states * keep.view_as(states)
+
+
+def _encode_scalar(states: Tensor, fmt: TileFormat, centroids: Tensor) -> Tensor:
+    tiles, _, head_dim = states.shape
+    positions, counts, inliers = split_outliers(states, fmt.tile_outliers(head_dim))
+    share = (inliers != 0).sum(-1, keepdim=True) / head_dim
+    _, rms = normalize_tokens(inliers)
+    scale = _to_bf16(rms / share.clamp(min=1 / head_dim).sqrt())
+    scaled = _divide(inliers, scale)
+    codes = (scaled.unsqueeze(-1) - centroids[:, None, None, :]).abs().argmin(-1)
+    kept = _divide(states, scale).flatten(1).gather(1, positions).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+    listed = torch.zeros(tiles, 4 * ((3 * positions.shape[1] + 3) // 4), dtype=torch.uint8, device=states.device)
+    listed[:, : 2 * positions.shape[1]] = positions.to(torch.uint16).view(torch.uint8)
+    listed[:, 2 * positions.shape[1] : 3 * positions.shape[1]] = kept.view(torch.uint8)
+    return _words(pack_codes(codes.flatten(1), fmt.code_bits), scale, counts.to(torch.int32).unsqueeze(1), listed)
+
+
+def pack_tiles_reference(
+    states: Tensor, fmt: TileFormat, table: Tensor | None, rotation: Tensor, mean: Tensor | None
+) -> Tensor:
+    """Quantize whole tiles and pack their codes.
+
+    Args:
+        states: ``[M, 128, D]`` fp16, bf16 or fp32, finite.
+        fmt: the layout.
+        table: ``[entries, vector_dim]`` fp32 for ``VECTOR``, ``[M, entries]`` fp32 for ``SCALAR``, else unused.
+        rotation: ``[D, D]`` fp32 orthonormal.
+        mean: ``[M, D]`` fp32 to remove first, or None.
+
+    Returns:
+        ``[M, record_words]`` int32.
+    """
+    if fmt.encoding is Encoding.RAW:
+        return states.flatten(1).contiguous().view(torch.int32)
+    values = states.float()
+    if fmt.centred and mean is not None:
+        values = values - mean.unsqueeze(-2)
+    if fmt.rotated:
+        values = values @ rotation.t()
+    if fmt.encoding is Encoding.VECTOR:
+        assert table is not None
+        return _encode_vector(values, fmt, table)
+    if fmt.encoding is Encoding.SCALAR:
+        assert table is not None
+        return _encode_scalar(values, fmt, table)
+    return _encode_float(values, fmt)
+
+
+def _scales(records: Tensor, fmt: TileFormat, head_dim: int) -> Tensor:
+    start = fmt.code_words(head_dim)
+    return records[:, start : start + TILE_TOKENS // 2].contiguous().view(torch.bfloat16).float()
+
+
+def _restore_registers(decoded: Tensor, records: Tensor, fmt: TileFormat, head_dim: int) -> Tensor:
+    start = fmt.code_words(head_dim) + TILE_TOKENS // 2
+    registers = records[:, start:].contiguous().view(torch.uint8).view(-1, TILE_TOKENS, 2 * fmt.token_outliers)
+    channels, kept = registers.split(fmt.token_outliers, dim=-1)
+    return decoded.scatter(-1, channels.long(), kept.contiguous().view(torch.float8_e4m3fn).float())
+
+
+def _restore_outliers(decoded: Tensor, records: Tensor, fmt: TileFormat, head_dim: int) -> Tensor:
+    start = fmt.code_words(head_dim) + TILE_TOKENS // 2
+    capacity = fmt.tile_outliers(head_dim)
+    counts = records[:, start : start + 1]
+    listed = records[:, start + 1 :].contiguous().view(torch.uint8)
+    positions = listed[:, : 2 * capacity].contiguous().view(torch.uint16).to(torch.int64)
+    kept = listed[:, 2 * capacity : 3 * capacity].contiguous().view(torch.float8_e4m3fn).float()
+    flat = decoded.flatten(1)
+    used = torch.arange(capacity, device=records.device) < counts
+    positions = torch.where(used, positions, 0)
+    kept = torch.where(used, kept - flat.gather(1, positions), 0)
+    return flat.scatter_add(1, positions, kept).view_as(decoded)
+
+
+def decode_codes(
+    records: Tensor,
+    fmt: TileFormat,
+    head_dim: int,
+    table: Tensor | None,
+    table_rows: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    """Records -> values in units of their token's scale, in the tier's own space, and the scales.
+
+    Args:
+        records: ``[M, record_words]`` int32.
+        fmt: the layout.
+        head_dim: D.
+        table: ``[R, entries, vector_dim]`` fp32, or None without a table.
+        table_rows: ``[M]`` int64 row of ``table`` for each record; None means row 0.
+        dtype: the model's dtype, for ``RAW``.
+
+    Returns:
+        ``[M, 128, D]`` fp32, and ``[M, 128]`` fp32 scales or None.
+    """
+    shape = (records.shape[0], TILE_TOKENS, head_dim)
+    words = fmt.code_words(head_dim, dtype.itemsize)
+    if fmt.encoding is Encoding.RAW:
+        return records[:, :words].contiguous().view(dtype).view(shape).float(), None
+    scales = _scales(records, fmt, head_dim)
+    if fmt.encoding is Encoding.FLOAT8:
+        return records[:, :words].contiguous().view(torch.float8_e4m3fn).view(shape).float(), scales
+    codes = unpack_codes(records[:, :words], fmt.code_bits)
+    if fmt.encoding is Encoding.FLOAT6:
+        table, table_rows = e2m3_table().to(records.device).unsqueeze(0), None
+    assert table is not None
+    if table_rows is not None:
+        codes = codes + (table_rows * table.shape[1]).to(torch.int32).unsqueeze(-1)
+    decoded = torch.nn.functional.embedding(codes, table.flatten(0, 1)).view(shape)
+    if fmt.token_outliers:
+        decoded = _restore_registers(decoded, records, fmt, head_dim)
+    if fmt.tile_outlier_share:
+        decoded = _restore_outliers(decoded, records, fmt, head_dim)
+    return decoded, scales
+
+
+def unpack_tiles_reference(
+    records: Tensor,
+    fmt: TileFormat,
+    table: Tensor | None,
+    table_rows: Tensor | None,
+    rotation: Tensor,
+    mean: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Records -> the keys or values that they stand for.
+
+    Args:
+        records: ``[M, record_words]`` int32.
+        fmt: the layout.
+        table: ``[R, entries, vector_dim]`` fp32, or None without a table.
+        table_rows: ``[M]`` int64 row of ``table`` for each record; None means row 0.
+        rotation: ``[D, D]`` fp32 orthonormal.
+        mean: ``[M, D]`` fp32 that was removed, or None.
+        dtype: the model's dtype.
+
+    Returns:
+        ``[M, 128, D]`` in ``dtype``.
+    """
+    values, scales = decode_codes(records, fmt, rotation.shape[-1], table, table_rows, dtype)
+    if scales is not None:
+        values = values * scales.unsqueeze(-1)
+    if fmt.rotated:
+        values = values @ rotation
+    if fmt.centred and mean is not None:
+        values = values + mean.unsqueeze(-2)
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit).to(dtype)
