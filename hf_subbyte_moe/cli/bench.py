@@ -1,0 +1,146 @@
+"""``hf-subbyte-moe bench``: what the packed cache costs beside the plain one, in prefill and in decoding."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from hf_subbyte_moe.cache import EntropySubbyteCache
+from hf_subbyte_moe.cli.demo import Bits, JsonFile, Model, PolicyName, cache_options
+from hf_subbyte_moe.cli.prompts import needle_prompt
+from hf_subbyte_moe.cli.running import forward, layer_progress, load_model
+from hf_subbyte_moe.compat import CACHE_KW
+from hf_subbyte_moe.patching import use_packed_attention
+
+
+_WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One context length; medians of paired runs.
+
+    Attributes:
+        context: tokens of the prompt.
+        plain_prefill_s: prefill with the plain cache, seconds.
+        packed_prefill_s: the same with ours, measuring and packing included.
+        plain_step_ms: a decode step with the plain cache.
+        packed_step_ms: the same with ours.
+        step_ratio: median of the paired ratios, ours over plain.
+    """
+
+    context: int
+    plain_prefill_s: float
+    packed_prefill_s: float
+    plain_step_ms: float
+    packed_step_ms: float
+    step_ratio: float
+
+
+def _clock(model: PreTrainedModel, run: Callable[[], Tensor]) -> tuple[float, Tensor]:
+    """Seconds of one call, the device's work included."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    result = run()
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, result
+
+
+def _prefill(model: PreTrainedModel, ids: Tensor, cache: Cache, name: str) -> tuple[float, Tensor]:
+    with layer_progress(model, f"prefill {ids.shape[1]}, {name}"):
+        seconds, logits = _clock(model, lambda: forward(model, ids, **{CACHE_KW: cache}))
+    return seconds, logits.argmax(-1)
+
+
+def time_context(model: PreTrainedModel, ids: Tensor, pairs: int, options: dict[str, object]) -> Timing:
+    """Prefill once with each cache, then time decode steps in pairs, so that drift hits both alike.
+
+    Args:
+        model: the model, with our attention function in place.
+        ids: ``[1, T]`` prompt.
+        pairs: timed pairs of decode steps.
+        options: keys of ``cache_config``.
+    """
+    config = model.config.get_text_config(decoder=True)
+    caches: list[tuple[str, Cache]] = [
+        ("plain", DynamicCache(config=config)),
+        ("packed", EntropySubbyteCache(config, **options)),
+    ]
+
+    def step(cache: Cache) -> float:
+        return _clock(model, lambda: forward(model, token, **{CACHE_KW: cache}))[0]
+
+    with torch.no_grad():
+        prefill = [_prefill(model, ids, cache, name) for name, cache in caches]
+        token = prefill[0][1]
+        steps = [[step(cache) for _, cache in caches] for _ in range(_WARM_UP + pairs)]
+    plain, packed = zip(*steps[_WARM_UP:], strict=True)
+    return Timing(
+        context=ids.shape[1],
+        plain_prefill_s=prefill[0][0],
+        packed_prefill_s=prefill[1][0],
+        plain_step_ms=1e3 * statistics.median(plain),
+        packed_step_ms=1e3 * statistics.median(packed),
+        step_ratio=statistics.median(ours / theirs for theirs, ours in zip(plain, packed, strict=True)),
+    )
+
+
+def bench(
+    model: Model = None,
+    context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of the prompt; repeat for several.")] = None,
+    bits: Bits = None,
+    policy: PolicyName = "error",
+    pairs: Annotated[int, typer.Option(min=1, help="Timed pairs of decode steps.")] = 40,
+    quick: Annotated[bool, typer.Option("--quick", help="Two contexts (4096, 16384), 12 pairs.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Time prefill and decode steps of a model with the packed cache and with the plain one.
+
+    Example: hf-subbyte-moe bench --quick
+    """
+    console = Console()
+    loaded, tokenizer = load_model(model)
+    use_packed_attention(loaded)
+    contexts = context or ([4096, 16384] if quick else [4096, 8192, 16384, 32768])
+    timings = []
+    for tokens in contexts:
+        ids = needle_prompt(tokenizer, tokens, seed=0, depth=0.5).ids.to(loaded.device)
+        timings.append(time_context(loaded, ids, 12 if quick else pairs, cache_options(policy, bits)))
+    console.print(_table(timings, str(loaded.device), policy))
+    if json_file is not None:
+        conditions = {"device": str(loaded.device), "torch": torch.__version__, "policy": policy}
+        report = {**conditions, "timings": [asdict(timing) for timing in timings]}
+        json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        console.print(f"numbers written to {json_file}")
+
+
+def _table(timings: list[Timing], device: str, policy: str) -> Table:
+    table = Table(
+        title=f"packed cache (policy {policy!r}) beside the plain one; {device}, torch {torch.__version__}",
+        title_justify="left",
+    )
+    for name in ("context", "prefill s", "packed", "added", "step ms", "packed", "ratio"):
+        table.add_column(name, justify="right")
+    for timing in timings:
+        table.add_row(
+            f"{timing.context:,}",
+            f"{timing.plain_prefill_s:.2f}",
+            f"{timing.packed_prefill_s:.2f}",
+            f"{timing.packed_prefill_s / timing.plain_prefill_s - 1:+.0%}",
+            f"{timing.plain_step_ms:.1f}",
+            f"{timing.packed_step_ms:.1f}",
+            f"{timing.step_ratio:.2f}",
+        )
+    return table

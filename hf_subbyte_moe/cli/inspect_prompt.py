@@ -1,0 +1,53 @@
+"""``hf-subbyte-moe explain``: what a model's heads look like on a prompt, and which tiers they would get."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from hf_subbyte_moe.cache import EntropySubbyteCache
+from hf_subbyte_moe.cli.demo import Bits, Context, JsonFile, Model, PlotFile, PolicyName, cache_options
+from hf_subbyte_moe.cli.plot import plot_choices
+from hf_subbyte_moe.cli.prompts import needle_prompt
+from hf_subbyte_moe.cli.running import forward, layer_progress, load_model
+from hf_subbyte_moe.compat import CACHE_KW
+from hf_subbyte_moe.explain import explain
+from hf_subbyte_moe.patching import use_packed_attention
+
+
+def explain_prompt(
+    model: Model = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Prompt; default: a needle prompt.", exists=True, dir_okay=False)
+    ] = None,
+    context: Context = 4096,
+    bits: Bits = None,
+    policy: PolicyName = "error",
+    plot: PlotFile = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Run one prompt and show entropy, attention mass, error and tier of every layer, head and side.
+
+    Example: hf-subbyte-moe explain --context 4096 --policy entropy
+    """
+    console = Console()
+    loaded, tokenizer = load_model(model)
+    if text is None:
+        ids = needle_prompt(tokenizer, context, seed=0, depth=0.35).ids
+    else:
+        ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][:, :context]
+    cache = EntropySubbyteCache(loaded.config.get_text_config(decoder=True), **cache_options(policy, bits))
+    use_packed_attention(loaded)
+    with torch.no_grad(), layer_progress(loaded, "prefill"):
+        forward(loaded, ids.to(loaded.device), **{CACHE_KW: cache})
+    explanation = explain(cache)
+    explanation.render(console)
+    if plot is not None:
+        plot_choices(explanation, plot)
+        console.print(f"plot written to {plot}")
+    if json_file is not None:
+        json_file.write_text(json.dumps(explanation.to_dict(), indent=2) + "\n", encoding="utf-8")
+        console.print(f"numbers written to {json_file}")

@@ -1,0 +1,121 @@
+"""Load a model, run a prompt through it, and measure what the commands report."""
+
+import inspect
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+import hf_subbyte_moe
+from hf_subbyte_moe.compat import cache_of
+
+
+_REFERENCE = Path(hf_subbyte_moe.__file__).parents[1] / "model_cards" / "subbyte-moe-31m"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One generated answer.
+
+    Attributes:
+        text: the new tokens, decoded.
+        cache: the cache that it came out of.
+        tokens_per_s: from the second new token on.
+    """
+
+    text: str
+    cache: Any
+    tokens_per_s: float
+
+
+def load_model(name: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model in bf16 on the GPU if there is one, and its tokenizer.
+
+    Args:
+        name: Hub id or path; None means the reference model of a clone of this project.
+
+    Raises:
+        ValueError: no name, and no clone around this package.
+    """
+    if name is None:
+        if not _REFERENCE.is_dir():
+            raise ValueError("outside a clone of the project there is no default model: give --model ID_OR_PATH")
+        name = str(_REFERENCE)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
+
+
+@contextmanager
+def layer_progress(model: PreTrainedModel, description: str) -> Iterator[None]:
+    """A progress bar over the decoder layers of the next forward pass; later passes do not move it."""
+    decoder: Any = model.get_decoder()
+    layers = decoder.layers
+    with tqdm(total=len(layers), desc=description, unit="layer", leave=False) as bar:
+
+        def advance(*_: Any) -> None:  # a hook's result would replace the layer's
+            bar.update(int(bar.n < len(layers)))
+
+        hooks = [layer.register_forward_hook(advance) for layer in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class _TokenTimes(BaseStreamer):
+    """Notes when each token arrives."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing to flush."""
+
+
+def answer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Tensor, new_tokens: int, name: str, **options: Any
+) -> Answer:
+    """Generate greedily from ``[1, T]`` ids; ``options`` choose the cache."""
+    times = _TokenTimes()
+    generate: Any = model.generate
+    with layer_progress(model, f"prefill, {name}"):
+        output = generate(
+            ids.to(model.device),
+            attention_mask=torch.ones_like(ids).to(model.device),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            num_beams=1,
+            streamer=times,
+            return_dict_in_generate=True,
+            **options,
+        )
+    steps = times.times[1:]  # the first call carries the prompt
+    rate = (len(steps) - 1) / (steps[-1] - steps[0]) if len(steps) > 1 else float("nan")
+    text = str(tokenizer.decode(output.sequences[0, ids.shape[1] :], skip_special_tokens=True))
+    return Answer(text, cache_of(output), rate)
+
+
+def forward(model: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Tensor:
+    """Logits of the last token."""
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        kwargs["logits_to_keep"] = 1
+    logits: Tensor = model(ids, **kwargs).logits
+    return logits[:, -1:]
+
+
+def tensor_bytes(cache: Any) -> int:
+    """Bytes of a plain cache's keys and values."""
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
