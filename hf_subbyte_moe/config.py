@@ -40,8 +40,8 @@ class KVCacheConfig:
 
     Attributes:
         default: ``generate`` uses this cache without being told.
-        bits: average bits of a packed value, scales and outliers included; None means 2.5. Only with the policies that
-            keep a budget (``error``, ``entropy_rank``).
+        bits: average bits of a packed value, scales and outliers included; None means 2.5, or the least that a small
+            head dimension allows. Only with the policies that keep a budget (``error``, ``entropy_rank``).
         policy: ``error`` (measured error of each head's output), ``entropy`` (the seed documents' thresholds),
             ``entropy_rank`` (their direction under a budget) or ``uniform:<tier>``.
         codebook: ``universal`` (needs no data) or ``online`` (k-means on the prompt).
@@ -91,13 +91,6 @@ class KVCacheConfig:
                 self.bits,
                 f"policy {self.policy!r} fixes its own bits; a budget goes with {list(BUDGET_POLICIES)}",
             )
-
-    @property
-    def budget(self) -> float | None:
-        """Bits a value to keep to, or None where the policy fixes its own."""
-        if self.policy not in BUDGET_POLICIES:
-            return None
-        return DEFAULT_BITS if self.bits is None else float(self.bits)
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any], section: str = "kv_cache") -> "KVCacheConfig":

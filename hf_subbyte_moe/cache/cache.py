@@ -10,7 +10,7 @@ from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
 from hf_subbyte_moe.cache.packing import LayerStatistics
 from hf_subbyte_moe.codecs.rotation import rotation_block
 from hf_subbyte_moe.config import KVCacheConfig
-from hf_subbyte_moe.policy import check_budget, make_policy
+from hf_subbyte_moe.policy import budget_bits, make_policy
 
 
 CACHE_NAME = "entropy_subbyte"
@@ -25,7 +25,7 @@ class EntropySubbyteCache(Cache):
 
     layers: list[EntropySubbyteLayer]  # type: ignore[assignment]
 
-    def __init__(self, config: PreTrainedConfig, **options: Any) -> None:
+    def __init__(self, config: PreTrainedConfig, /, **options: Any) -> None:
         """Make an empty cache.
 
         Args:
@@ -48,7 +48,7 @@ class EntropySubbyteCache(Cache):
         """Find an impossible head dimension or budget before any token is computed, where the config tells it."""
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         rotation_block(head_dim)
-        check_budget(self.kv_config, head_dim)
+        budget_bits(self.kv_config, head_dim)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

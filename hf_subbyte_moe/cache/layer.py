@@ -25,7 +25,7 @@ from hf_subbyte_moe.cache.window import Ints
 from hf_subbyte_moe.codecs.rotation import rotation_block
 from hf_subbyte_moe.config import KVCacheConfig
 from hf_subbyte_moe.ops import ExactTokens
-from hf_subbyte_moe.policy import KEYS, VALUES, Policy, check_budget
+from hf_subbyte_moe.policy import KEYS, VALUES, Policy, budget_bits
 
 
 class EntropySubbyteLayer(CacheLayerMixin):
@@ -71,7 +71,7 @@ class EntropySubbyteLayer(CacheLayerMixin):
         """
         for dim in (key_states.shape[-1], value_states.shape[-1]):
             rotation_block(dim)
-            check_budget(self._config, dim)
+            budget_bits(self._config, dim)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.rows = PackedRows(self._config, self._policy, self._ledger, self.statistics, key_states, value_states)
         self.starts = np.zeros(key_states.shape[0], dtype=np.int64)

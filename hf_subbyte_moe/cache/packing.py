@@ -27,6 +27,7 @@ from hf_subbyte_moe.policy import (
     Measured,
     Policy,
     RowProbe,
+    budget_bits,
     sample_positions,
     unmeasured,
 )
@@ -260,11 +261,10 @@ class PackedRows:
         sizes = np.array(
             [[max(1, chunk.tiles) * TILE_TOKENS * dim for dim in self._dims] for chunk in chunks], dtype=np.float64
         )
-        budget = 0.0
-        if self._config.budget is not None:
-            budget = self._config.budget * sizes.sum() * self.heads + self._ledger.inherited(row)
+        wanted = [budget_bits(self._config, dim) or 0.0 for dim in self._dims]
+        budget = float((sizes * wanted).sum()) * self.heads + self._ledger.inherited(row)
         chosen = self._policy.choose(chunks, bits, sizes, budget)
-        if self._config.budget is not None:
+        if all(wanted):
             number = {codec.tier_id: index for index, codec in enumerate(tiers)}
             spent = [
                 bits[side, number[int(tier)]] * sizes[chunk, side] for (chunk, _, side), tier in np.ndenumerate(chosen)

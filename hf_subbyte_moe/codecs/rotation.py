@@ -1,8 +1,10 @@
-"""The rotation that makes low bits work: random signs, then Hadamard blocks.
+"""The rotation that makes low bits work: signs, then Hadamard blocks.
 
 Channels of keys and values differ widely in size. After an orthonormal mixing every channel looks Gaussian with the
-token's own variance, so one codebook serves all heads and layers without data. The signs come first because a constant
-vector would otherwise land in one channel.
+token's own variance, so one codebook serves all heads and layers without data. The signs come first because a Hadamard
+transform alone would put a constant vector, or one that alternates regularly, into a single channel. They are a bent
+function, which by definition spreads all of these evenly (to within a factor of sqrt(2) where a block's size is an odd
+power of two); and they are the same everywhere, unlike a random generator's.
 
 Gives up: where the head dimension is no power of two the blocks are as large as its power-of-two factor (80: 16), and
 mixing ends at a block's border.
@@ -34,6 +36,13 @@ def rotation_block(head_dim: int) -> int:
     return block
 
 
+def _sign(channel: int, block: int) -> float:
+    """The sign of a channel: -1 to the inner product of the low and the high half of its bits (a bent function)."""
+    half = (block.bit_length() - 1) // 2
+    low, high = channel & ((1 << half) - 1), channel >> half
+    return -1.0 if (low & high).bit_count() % 2 else 1.0
+
+
 @lru_cache(maxsize=16)
 def rotation_matrix(head_dim: int, device: torch.device) -> Tensor:
     """``[D, D]`` fp32 orthonormal; ``rotated = states @ matrix.T``. The same on every machine and version.
@@ -46,7 +55,6 @@ def rotation_matrix(head_dim: int, device: torch.device) -> Tensor:
     while hadamard.shape[0] < block:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], dim=1), torch.cat([hadamard, -hadamard], dim=1)], dim=0)
     matrix = torch.block_diag(*[hadamard / block**0.5] * (head_dim // block))
-    # the top bits of a multiplicative hash: fixed for good, unlike a generator's stream
-    signs = torch.tensor([1.0 - 2.0 * ((i + 1) * 2654435761 >> 17 & 1) for i in range(head_dim)])
+    signs = torch.tensor([_sign(channel % block, block) for channel in range(head_dim)])
     rotation: Tensor = (matrix * signs).to(device)
     return rotation

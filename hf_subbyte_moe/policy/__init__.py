@@ -8,7 +8,7 @@ from hf_subbyte_moe.policy.policies import (
     ChunkStatistics,
     Measured,
     Policy,
-    check_budget,
+    budget_bits,
     make_policy,
     unmeasured,
 )
@@ -26,7 +26,7 @@ __all__ = [
     "Policy",
     "RowProbe",
     "SideCodec",
-    "check_budget",
+    "budget_bits",
     "make_policy",
     "output_weight",
     "sample_positions",

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_subbyte_moe.codecs import Codec, get_codec
-from hf_subbyte_moe.config import UNIFORM, KVCacheConfig
+from hf_subbyte_moe.config import BUDGET_POLICIES, DEFAULT_BITS, UNIFORM, KVCacheConfig
 from hf_subbyte_moe.policy.allocation import Floats, allocate
 
 
@@ -157,17 +157,23 @@ def make_policy(config: KVCacheConfig) -> Policy:
     return named[config.policy]()
 
 
-def check_budget(config: KVCacheConfig, head_dim: int) -> None:
-    """Refuse a budget that no choice of tiers meets at this head dimension.
+def budget_bits(config: KVCacheConfig, head_dim: int) -> float | None:
+    """Bits a value to keep to at this head dimension; None for a policy that fixes its own.
+
+    Without a number from the user it is ``DEFAULT_BITS``, or the least that the tiers need where a small head
+    dimension makes scales expensive.
 
     Raises:
-        ValueError: names the range that is possible.
+        ValueError: the user's number is out of reach; names the range that is possible.
     """
-    if config.budget is None:
-        return
+    if config.policy not in BUDGET_POLICIES:
+        return None
     bits = [codec.format.bits_per_value(head_dim) for codec in CANDIDATES]
-    if not min(bits) <= config.budget <= max(bits):
+    if config.bits is None:
+        return max(DEFAULT_BITS, min(bits))
+    if not min(bits) <= config.bits <= max(bits):
         raise ValueError(
-            f"bits={config.budget} is out of reach at head_dim {head_dim}: the tiers "
+            f"bits={config.bits} is out of reach at head_dim {head_dim}: the tiers "
             f"{[codec.name for codec in CANDIDATES]} give {min(bits):.3f} to {max(bits):.3f} bits a value"
         )
+    return float(config.bits)

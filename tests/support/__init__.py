@@ -1,0 +1,1 @@
+"""Shared by the tests: tiny models, and ways to compare."""

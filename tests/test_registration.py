@@ -1,0 +1,122 @@
+"""What importing does and what ``unregister`` takes back; case A03's "importing twice is harmless"."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AttentionInterface, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers.generation import configuration_utils
+from transformers.generation.utils import GenerationMixin
+
+import hf_subbyte_moe
+from hf_subbyte_moe.cache import CACHE_NAME
+from support.models import prompt, tiny_model
+
+
+def run_python(code: str, cwd: Path | None = None) -> str:
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=cwd)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_importing_starts_no_cuda_and_loads_no_triton() -> None:
+    code = (
+        "import sys, torch; before = 'triton' in sys.modules; import hf_subbyte_moe; "
+        "print(before or 'triton' not in sys.modules, torch.cuda.is_initialized(), 'matplotlib' in sys.modules)"
+    )
+    assert run_python(code).split() == ["True", "False", "False"]
+
+
+def test_the_name_kernels_is_left_to_hugging_face(tmp_path: Path) -> None:
+    code = (
+        "import importlib.util, hf_subbyte_moe; spec = importlib.util.find_spec('kernels'); "
+        "print(spec is None or 'site-packages' in str(spec.origin))"
+    )
+    assert run_python(code, tmp_path).strip() == "True"
+
+
+def test_importing_changes_these_names_and_two_methods_and_unregister_undoes_it() -> None:
+    code = """
+import transformers, transformers.generation.configuration_utils as gcu
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, PreTrainedConfig
+from transformers.generation.utils import GenerationMixin
+from transformers.cache_utils import Cache
+def state():
+    return {
+        "names": (gcu.ALL_CACHE_IMPLEMENTATIONS, gcu.DYNAMIC_CACHE_IMPLEMENTATIONS),
+        "attention": sorted(AttentionInterface._global_mapping),
+        "masks": sorted(AttentionMaskInterface._global_mapping),
+        "methods": (GenerationMixin._prepare_cache_for_generation, PreTrainedModel.from_pretrained.__func__),
+        "others": tuple(sorted((cls.__name__, name, id(value)) for cls in (GenerationMixin, PreTrainedModel,
+            PreTrainedConfig, Cache) for name, value in vars(cls).items()
+            if name not in ("_prepare_cache_for_generation", "from_pretrained"))),
+    }
+before = state()
+import hf_subbyte_moe
+during = state()
+changed = sorted(key for key in before if before[key] != during[key])
+hf_subbyte_moe.register()
+import importlib; importlib.reload(hf_subbyte_moe)
+again = state() == during
+hf_subbyte_moe.unregister(); hf_subbyte_moe.unregister()
+print(changed, again, state() == before)
+"""
+    assert run_python(code).strip() == "['attention', 'masks', 'methods', 'names'] True True"
+
+
+def test_unregister_and_register_again() -> None:
+    wrapped = (GenerationMixin._prepare_cache_for_generation, PreTrainedModel.from_pretrained.__func__)
+    hf_subbyte_moe.unregister()
+    try:
+        assert CACHE_NAME not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+        assert CACHE_NAME not in AttentionInterface._global_mapping
+        with pytest.raises(ValueError, match="Invalid `cache_implementation`"):
+            tiny_model().generate(prompt(4), max_new_tokens=1, cache_implementation=CACHE_NAME)
+    finally:
+        hf_subbyte_moe.register()
+    now = (GenerationMixin._prepare_cache_for_generation, PreTrainedModel.from_pretrained.__func__)
+    assert all(left is not right for left, right in zip(now, wrapped, strict=True))
+    assert CACHE_NAME in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+    tiny_model().generate(prompt(4), max_new_tokens=1, cache_implementation=CACHE_NAME)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_config": {"bit": 2}}, "unknown key 'bit' in cache_config; there are"),
+        ({"cache_config": {"config": 2}}, "unknown key 'config' in cache_config"),
+        ({"cache_config": {"bits": 1.0}}, "bits=1.0 is out of reach at head_dim 16"),
+        ({"cache_config": {"bits": 9.0}}, "bits=9.0 is out of reach at head_dim 16"),
+        ({"cache_config": {"policy": "magic"}}, "policy='magic' is not possible"),
+        ({"cache_config": {"policy": "uniform:vq9"}}, "policy='uniform:vq9' is not possible"),
+        ({"cache_config": {"policy": "entropy", "bits": 3}}, "bits=3 is not possible: policy 'entropy' fixes its own"),
+        ({"prefill_chunk_size": 4}, "does not support prefill_chunk_size"),
+        ({"prompt_lookup_num_tokens": 3}, "does not support assisted_generation"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_token(options: dict[str, object], message: str) -> None:
+    model = tiny_model()
+    model.forward = lambda *args, **kwargs: pytest.fail("a token was computed")
+    with pytest.raises(ValueError, match=message):
+        model.generate(prompt(8), max_new_tokens=2, cache_implementation=CACHE_NAME, **options)
+
+
+@pytest.mark.parametrize("mask", [[[1, 1, 1, 0]], [[0, 1, 0, 1]]])
+def test_padding_that_is_not_on_the_left_is_refused(mask: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match="supports left padding only"):
+        tiny_model().generate(
+            prompt(4), attention_mask=torch.tensor(mask), max_new_tokens=2, cache_implementation=CACHE_NAME
+        )
+
+
+def test_unsupported_models_are_refused_by_name() -> None:
+    sliding = tiny_model("mixtral", sliding_window=8)
+    with pytest.raises(
+        ValueError, match=r"'mixtral' has layers that are no full attention \(DynamicSlidingWindowLayer\)"
+    ):
+        sliding.generate(prompt(4), max_new_tokens=2, cache_implementation=CACHE_NAME)
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        T5ForConditionalGeneration(config).generate(prompt(4) % 64, max_new_tokens=2, cache_implementation=CACHE_NAME)
