@@ -117,7 +117,9 @@ class EntropyRankPolicy:
 
     def choose(self, chunks: Sequence[Measured], bits: Floats, sizes: Floats, budget: float) -> NDArray[np.int64]:
         entropy = np.nan_to_num(np.stack([chunk.entropy for chunk in chunks]))
-        rank = entropy.reshape(-1).argsort(kind="stable").argsort(kind="stable") / max(1, entropy.size - 1)
+        _, place, count = np.unique(entropy.reshape(-1), return_inverse=True, return_counts=True)
+        middle = count.cumsum() - (count + 1) / 2  # the rank of equal ones is their middle one
+        rank = middle[place] / max(1, entropy.size - 1)
         weight = 4.0 ** (_RANK_SPAN_BITS * rank.reshape(entropy.shape))
         return _allocate(prior_errors(self.tiers, entropy.shape[1]) * weight[:, :, None, None], bits, sizes, budget)
 

@@ -90,7 +90,7 @@ def sample_positions(queries: int) -> Tensor:
 
 def output_weight(module: torch.nn.Module | None, width: int) -> Tensor | None:
     """The attention module's output projection ``[hidden, width]``, or None where it has no plain one."""
-    for name in ("o_proj", "out_proj", "dense", "c_proj"):
+    for name in ("o_proj", "out_proj", "dense"):
         weight = getattr(getattr(module, name, None), "weight", None)
         if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[1] == width and weight.is_floating_point():
             return weight.detach()
@@ -141,8 +141,9 @@ class RowProbe:
     def _error(self, difference: Tensor) -> Tensor:
         """``[H]`` mean squared length of ``[HQ, S, Dv]`` output differences, relative to the layer's output."""
         if self._weight is not None:
-            difference = difference @ self._weight
-        squared = difference.square().sum(-1).mean(-1)  # [HQ]
+            # the projection adds up the query heads that share a KV head, errors and all
+            difference = (difference @ self._weight).unflatten(0, (self._heads, -1)).sum(1)
+        squared = difference.square().sum(-1).mean(-1)  # [H], or [HQ] without a projection
         return squared.view(self._heads, -1).sum(-1) / max(self._energy, torch.finfo(torch.float32).tiny)
 
     def measure(

@@ -120,8 +120,9 @@ def gather_block(side: PackedTiles, first: int, last: int, dtype: torch.dtype) -
             values = torch.zeros(len(flat), TILE_TOKENS, dim, device=device)
             scales = torch.zeros(len(flat), TILE_TOKENS, device=device)
         values[chosen], scales[chosen] = decoded, scale
-    assert values is not None
-    assert scales is not None
+    if values is None or scales is None:  # no row has a tile here
+        values = torch.zeros(len(flat), TILE_TOKENS, dim, device=device)
+        scales = torch.zeros(len(flat), TILE_TOKENS, device=device)
     return values.view(batch, heads, -1, dim), scales.view(batch, heads, 1, -1)
 
 

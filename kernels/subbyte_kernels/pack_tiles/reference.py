@@ -99,15 +99,22 @@ def _encode_vector(states: Tensor, fmt: TileFormat, table: Tensor) -> Tensor:
     unit, rms = normalize_tokens(states)
     codes = nearest_entries(unit.reshape(-1, fmt.vector_dim), table)
     decoded = table[codes].view_as(unit)
-    length = decoded.square().mean(-1, keepdim=True).sqrt()
-    scale = _to_bf16(rms / length.clamp(min=_TINY))
-    packed = [pack_codes(codes.view(len(states), -1), fmt.code_bits), scale]
-    if fmt.token_outliers:
-        exact = _divide(states, scale)
-        channels = (exact - decoded).abs().topk(fmt.token_outliers, dim=-1).indices
-        kept = exact.gather(-1, channels).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
-        packed.append(torch.cat([channels.to(torch.uint8), kept.view(torch.uint8)], dim=-1))
-    return _words(*packed)
+    packed_codes = pack_codes(codes.view(len(states), -1), fmt.code_bits)
+    if not fmt.token_outliers:
+        return _words(packed_codes, _norm_keeping_scale(unit, decoded, rms))
+    # the registers hold what the first guess of the scale misses most; the codes then keep the norm of the rest
+    guess = _divide(states, _norm_keeping_scale(unit, decoded, rms))
+    channels = (guess - decoded).abs().topk(fmt.token_outliers, dim=-1).indices
+    coded = torch.ones_like(unit).scatter_(-1, channels, 0)
+    scale = _norm_keeping_scale(unit * coded, decoded * coded, rms)
+    kept = _divide(states, scale).gather(-1, channels).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+    registers = torch.cat([channels.to(torch.uint8), kept.view(torch.uint8)], dim=-1)
+    return _words(packed_codes, scale, registers)
+
+
+def _norm_keeping_scale(unit: Tensor, decoded: Tensor, rms: Tensor) -> Tensor:
+    """``[..., 1]`` bf16: ``scale * decoded`` is as long as ``rms * unit``."""
+    return _to_bf16(rms * unit.norm(dim=-1, keepdim=True) / decoded.norm(dim=-1, keepdim=True).clamp(min=_TINY))
 
 
 def _encode_float(states: Tensor, fmt: TileFormat) -> Tensor:
@@ -143,7 +150,8 @@ def _encode_scalar(states: Tensor, fmt: TileFormat, centroids: Tensor) -> Tensor
     positions, counts, inliers = split_outliers(states, fmt.tile_outliers(head_dim))
     share = (inliers != 0).sum(-1, keepdim=True) / head_dim
     _, rms = normalize_tokens(inliers)
-    scale = _to_bf16(rms / share.clamp(min=1 / head_dim).sqrt())
+    largest = (states - inliers).abs().amax(-1, keepdim=True)  # outlier, which must fit FP8 in units of the scale
+    scale = _round_up_bf16(torch.maximum(rms / share.clamp(min=1 / head_dim).sqrt(), largest / _FP8_MAX))
     scaled = _divide(inliers, scale)
     codes = (scaled.unsqueeze(-1) - centroids[:, None, None, :]).abs().argmin(-1)
     kept = _divide(states, scale).flatten(1).gather(1, positions).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
