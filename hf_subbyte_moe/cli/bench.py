@@ -5,9 +5,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated
 
 import torch
+import transformers
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
+import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.cli.demo import Bits, JsonFile, Model, PolicyName, cache_options
 from hf_subbyte_moe.cli.prompts import needle_prompt
@@ -120,10 +123,23 @@ def bench(
         timings.append(time_context(loaded, ids, 12 if quick else pairs, cache_options(policy, bits)))
     console.print(_table(timings, str(loaded.device), policy))
     if json_file is not None:
-        conditions = {"device": str(loaded.device), "torch": torch.__version__, "policy": policy}
-        report = {**conditions, "timings": [asdict(timing) for timing in timings]}
+        report = {"conditions": _conditions(loaded, policy, bits), "timings": [asdict(timing) for timing in timings]}
         json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         console.print(f"numbers written to {json_file}")
+
+
+def _conditions(model: PreTrainedModel, policy: str, bits: float | None) -> dict[str, object]:
+    """What a reader needs to know beside the numbers."""
+    on_gpu = model.device.type == "cuda"
+    return {
+        "model": Path(model.config.name_or_path).name,
+        "policy": policy,
+        "bits": "default" if bits is None else bits,
+        "device": torch.cuda.get_device_name() if on_gpu else f"CPU ({torch.get_num_threads()} threads)",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "package": hf_subbyte_moe.__version__,
+    }
 
 
 def _table(timings: list[Timing], device: str, policy: str) -> Table:

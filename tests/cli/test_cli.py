@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -134,5 +133,3 @@ def test_at_16k_a_step_costs_at_most_8_plain_ones_grows_linearly_and_packing_at_
     assert long["step_ratio"] <= 8
     assert long["packed_step_ms"] <= 4.4 * short["packed_step_ms"]
     assert long["packed_prefill_s"] <= 1.8 * long["plain_prefill_s"]
-    numbers: dict[str, Any] = json.loads(report.read_text())
-    assert numbers["policy"] == "error"

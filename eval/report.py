@@ -1,0 +1,110 @@
+"""Render figures from result files into the pages that show them: ``python eval/report.py`` (``--check`` only looks).
+
+A page marks where a table goes; what stands between the marks is replaced:
+
+    <!-- report: NAME -->
+    ...
+    <!-- end report -->
+
+Every number that a page shows comes from a file; ``--check`` exits with 1 where a page and its files differ.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "eval" / "results"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "model_cards").glob("*/README.md")))
+_MARK = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end report -->)", re.DOTALL)
+
+
+def _load(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def demo() -> str:
+    """What ``hf-subbyte-moe demo`` printed."""
+    result = _load(RESULTS / "demo.json")
+    plain, packed = result["plain"], result["packed"]
+
+    def answer(row: dict[str, Any]) -> str:
+        first = row["answer"].splitlines()[0]
+        return f"`{first}` ({'right' if first.startswith(result['expected']) else 'wrong'})"
+
+    rows = [
+        ["answer", answer(plain), answer(packed)],
+        ["allocated bytes", f"{plain['bytes']:,}", f"{packed['bytes']:,}"],
+        ["of the plain cache", "100 %", f"{packed['bytes'] / plain['bytes']:.1%}"],
+        ["bits a packed value: codes; with scales", "-", f"{packed['code_bits']:.2f}; {packed['bits']:.2f}"],
+        ["bits a cached value, everything counted", "16", f"{packed['bits_total']:.2f}"],
+        ["decoded tokens/s", f"{plain['tokens_per_s']:.1f}", f"{packed['tokens_per_s']:.1f}"],
+    ]
+    return _table([f"{result['context']:,} tokens of context", "plain cache, bf16", "`entropy_subbyte`"], rows)
+
+
+def bench() -> str:
+    """What ``hf-subbyte-moe bench`` printed, with its conditions."""
+    result = _load(RESULTS / "bench.json")
+    rows = [
+        [
+            f"{timing['context']:,}",
+            f"{timing['plain_prefill_s']:.1f}",
+            f"{timing['packed_prefill_s'] / timing['plain_prefill_s'] - 1:+.0%}",
+            f"{timing['plain_step_ms']:.1f}",
+            f"{timing['packed_step_ms']:.1f}",
+            f"{timing['step_ratio']:.2f}",
+        ]
+        for timing in result["timings"]
+    ]
+    header = ["context", "prefill, s", "packing adds", "step, ms", "packed step, ms", "ratio (median of pairs)"]
+    conditions = ", ".join(f"{key} {value}" for key, value in result["conditions"].items())
+    return f"{_table(header, rows)}\n\n{conditions}."
+
+
+def training() -> str:
+    """Losses and needles of the reference model when its training ended."""
+    result = _load(ROOT / "model_cards" / "subbyte-moe-31m" / "training_result.json")
+    losses = [[key.removeprefix("val/"), f"{value:.2f}"] for key, value in result.items() if key.startswith("val/")]
+    needles = [[key.removeprefix("niah@"), f"{value:.2f}"] for key, value in result.items() if key.startswith("niah@")]
+    return f"{_table(['held-out text', 'loss'], losses)}\n\n{_table(['needle: tokens of context', 'right'], needles)}"
+
+
+SECTIONS: dict[str, Callable[[], str]] = {"demo": demo, "bench": bench, "training": training}
+
+
+def rendered(page: str) -> str:
+    """A page with its marked parts made anew.
+
+    Raises:
+        KeyError: a mark names no section.
+    """
+    return _MARK.sub(lambda mark: f"{mark[1]}{SECTIONS[mark[2]]()}\n{mark[3]}", page)
+
+
+def main(check: bool) -> int:
+    """Rewrite the pages, or tell which ones are stale."""
+    stale = []
+    for path in PAGES:
+        page = path.read_text(encoding="utf-8")
+        fresh = rendered(page)
+        if fresh != page:
+            stale.append(path.relative_to(ROOT))
+            if not check:
+                path.write_text(fresh, encoding="utf-8")
+    for path in stale:
+        print(f"{path}: {'differs from its result files' if check else 'rendered'}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))

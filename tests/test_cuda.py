@@ -1,0 +1,82 @@
+"""The same on a GPU: run with ``pytest -m gpu`` on a machine that has one."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_subbyte_moe.cache import CACHE_NAME
+from hf_subbyte_moe.cli.running import load_model, tensor_bytes
+from hf_subbyte_moe.compat import cache_of
+from hf_subbyte_moe.explain import cache_size
+from support.models import KINDS, left_padded, prompt, tiny_model
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+EXACT = {"policy": "uniform:exact", "window": 8, "sinks": 2}
+
+
+def generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> Any:
+    settings: dict[str, Any] = {"max_new_tokens": 140, "do_sample": False, "output_logits": True}
+    mask = torch.ones_like(ids) if mask is None else mask
+    return model.generate(
+        ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        return_dict_in_generate=True,
+        **{**settings, **options},
+    )
+
+
+def ours(config: dict[str, Any]) -> dict[str, Any]:
+    return {"cache_implementation": CACHE_NAME, "cache_config": config}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_tier_equals_dynamic_cache(kind: str, options: dict[str, Any]) -> None:
+    model = tiny_model(kind).cuda()
+    ids, mask = left_padded([prompt(40, seed=1), prompt(170, seed=2)])
+    packed = generate(model, ids, mask, **options, **ours(EXACT))
+    plain = generate(model, ids, mask, **options)
+    assert torch.equal(packed.sequences, plain.sequences)
+    for left, right in zip(packed.logits, plain.logits, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "policy", ["uniform:vq175", "uniform:vq3o", "uniform:nuq2", "uniform:fp6", "uniform:fp8", "error"]
+)
+@pytest.mark.parametrize("codebook", ["universal", "online"])
+def test_a_packed_cache_gives_what_it_gives_on_the_cpu(policy: str, codebook: str) -> None:
+    config = {"policy": policy, "codebook": codebook, "window": 8, "sinks": 2}
+    model = tiny_model("mixtral")
+    on_cpu = generate(model, prompt(600), max_new_tokens=6, **ours(config))
+    on_gpu = generate(model.cuda(), prompt(600), max_new_tokens=6, **ours(config))
+    assert cache_size(cache_of(on_gpu)) == cache_size(cache_of(on_cpu))
+    for left, right in zip(on_gpu.logits, on_cpu.logits, strict=True):
+        # a code on the border between two entries may fall to either side
+        assert (left.cpu() - right).norm() <= 0.05 * right.norm()
+
+
+def test_a12_allocated_memory_falls_with_the_bits() -> None:
+    model, _ = load_model(None)
+    ids = prompt(16384)
+    held = {}
+    for name, options in {
+        "plain": {"cache_implementation": "dynamic"},
+        "packed": ours({"policy": "uniform:vq175"}),
+    }.items():
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        output = generate(model, ids, max_new_tokens=2, output_logits=False, **options)
+        cache = cache_of(output)
+        del output
+        held[name] = torch.cuda.memory_allocated() - before
+        counted = tensor_bytes(cache) if name == "plain" else cache.allocated_bytes()
+        assert held[name] == pytest.approx(counted, rel=0.03)
+        del cache
+    assert held["packed"] <= 0.155 * held["plain"]
