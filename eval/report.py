@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hf_subbyte_moe.codecs import codecs
+
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "eval" / "results"
@@ -71,6 +73,19 @@ def bench() -> str:
     return f"{_table(header, rows)}\n\n{conditions}."
 
 
+def tiers() -> str:
+    """Every tier and its bits, from the codecs themselves."""
+    rows = [
+        [
+            f"`{codec.name}`",
+            f"{codec.format.bits_per_value(128):.2f} ({codec.format.bits_per_value(64):.2f})",
+            codec.summary + (", rotated" if codec.format.rotated else ""),
+        ]
+        for codec in codecs()
+    ]
+    return _table(["tier", "bits a value at head_dim 128 (64)", "how"], rows)
+
+
 def training() -> str:
     """Losses and needles of the reference model when its training ended."""
     result = _load(ROOT / "model_cards" / "subbyte-moe-31m" / "training_result.json")
@@ -79,7 +94,7 @@ def training() -> str:
     return f"{_table(['held-out text', 'loss'], losses)}\n\n{_table(['needle: tokens of context', 'right'], needles)}"
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"demo": demo, "bench": bench, "training": training}
+SECTIONS: dict[str, Callable[[], str]] = {"demo": demo, "bench": bench, "tiers": tiers, "training": training}
 
 
 def rendered(page: str) -> str:

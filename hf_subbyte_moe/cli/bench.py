@@ -132,7 +132,7 @@ def _conditions(model: PreTrainedModel, policy: str, bits: float | None) -> dict
     """What a reader needs to know beside the numbers."""
     on_gpu = model.device.type == "cuda"
     return {
-        "model": Path(model.config.name_or_path).name,
+        "model": Path(str(model.config.name_or_path)).name,
         "policy": policy,
         "bits": "default" if bits is None else bits,
         "device": torch.cuda.get_device_name() if on_gpu else f"CPU ({torch.get_num_threads()} threads)",
