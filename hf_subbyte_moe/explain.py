@@ -1,7 +1,7 @@
 """What a cache measured, which tiers it chose, and what it weighs: numbers first, tables for people."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,11 +52,11 @@ class CacheSize:
 
     Attributes:
         tokens: real tokens, all rows together.
-        bytes: everything allocated.
+        bytes: everything allocated, layers that do not pack included.
         plain_bytes: a plain cache of the same tokens in the model's dtype.
         code_bits: codes alone, bits a packed value; None without tiles.
         bits: codes, scales and outliers, bits a packed value; None without tiles.
-        bits_total: everything allocated, bits a cached value; None for an empty cache.
+        bits_total: everything that the packing layers hold, bits a cached value; None for an empty cache.
     """
 
     tokens: int
@@ -124,14 +124,15 @@ def explain(model_or_cache: PreTrainedModel | EntropySubbyteCache) -> Explanatio
         return Explanation(_choices(cache.statistics), cache_size(cache), cache.kv_config.policy)
     if not isinstance(model_or_cache, PreTrainedModel):
         raise TypeError(f"explain() takes a model or an EntropySubbyteCache, not {type(model_or_cache).__name__}")
-    statistics = getattr(model_or_cache, STATISTICS_ATTRIBUTE, [])
-    return Explanation(_choices(statistics), None, statistics[0].policy if statistics else None)
+    statistics: dict[int, LayerStatistics] = getattr(model_or_cache, STATISTICS_ATTRIBUTE, {})
+    policy = next((record.policy for record in statistics.values()), None)
+    return Explanation(_choices(statistics), None, policy)
 
 
 def cache_size(cache: EntropySubbyteCache) -> CacheSize:
     """Bytes and the three counts of bits of a cache."""
     code, record, packed, values, plain, tokens = 0.0, 0.0, 0, 0, 0, 0
-    for layer in cache.layers:
+    for layer in cache.packed_layers.values():
         if not layer.is_initialized:
             continue
         geometry = layer.rows.geometry()
@@ -149,10 +150,10 @@ def cache_size(cache: EntropySubbyteCache) -> CacheSize:
     return CacheSize(
         tokens=tokens,
         bytes=total,
-        plain_bytes=plain,
+        plain_bytes=plain + cache.other_bytes(),
         code_bits=code / packed if packed else None,
         bits=record / packed if packed else None,
-        bits_total=8 * total / values if values else None,
+        bits_total=8 * (total - cache.other_bytes()) / values if values else None,
     )
 
 
@@ -160,15 +161,14 @@ def _number(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def _choices(statistics: Sequence[LayerStatistics]) -> list[Choice]:
+def _choices(statistics: Mapping[int, LayerStatistics]) -> list[Choice]:
     choices = []
-    for layer, record in enumerate(statistics):
+    for layer, record in statistics.items():
         for row, chunks in enumerate(record.chunks):
             for chunk in chunks:
-                position = {codec.tier_id: number for number, codec in enumerate(chunk.candidates)}
                 for (head, side), tier in np.ndenumerate(chunk.tiers):
                     measured = not np.isnan(chunk.entropy[head])
-                    error = float(chunk.errors[head, side, position[int(tier)]]) if measured else None
+                    error = float(chunk.chosen_errors[head, side]) if measured else None
                     choices.append(
                         Choice(
                             layer=layer,

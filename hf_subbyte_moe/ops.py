@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from subbyte_kernels.attention_statistics import TokenStatistics, attention_statistics_reference
-from subbyte_kernels.decode_attention import AttentionResult, ExactTokens, decode_attention_reference
+from subbyte_kernels.decode_attention import (
+    AttentionResult,
+    AttentionTiles,
+    ExactTokens,
+    decode_attention_reference,
+)
 from subbyte_kernels.formats import (
     NO_PAGE,
     TILE_TOKENS,
@@ -27,6 +32,7 @@ __all__ = [
     "NO_PAGE",
     "TILE_TOKENS",
     "AttentionResult",
+    "AttentionTiles",
     "Encoding",
     "ExactTokens",
     "PackedTiles",
@@ -112,20 +118,20 @@ def unpack_tiles(
 def decode_attention(
     query: Tensor,
     exact: ExactTokens,
-    keys: PackedTiles | None,
-    values: PackedTiles | None,
+    tiles: AttentionTiles | None,
     scaling: float,
     softcap: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> AttentionResult:
     """Attention over exact tokens and packed tiles; see the reference for the layout of both.
 
     Args:
         query: ``[B, HQ, Sq, D]``; HQ a multiple of the KV heads H.
         exact: sinks, window and new tokens with their mask.
-        keys: packed keys, or None without tiles.
-        values: packed values with the same tiles, or None.
+        tiles: packed keys and values, or None.
         scaling: factor of the scores.
         softcap: ``softcap * tanh(score / softcap)`` before the mask, or None.
+        sink_logits: ``[HQ]`` logit of a sink in each head's softmax, or None.
 
     Returns:
         Output ``[B, HQ, Sq, Dv]`` fp32, log-sum-exp and entropy (bits) ``[B, HQ, Sq]``.
@@ -144,14 +150,25 @@ def decode_attention(
         and exact.visible.shape[2] == tokens,
         f"mask {list(exact.visible.shape)} does not fit query {list(query.shape)} and {tokens} exact tokens",
     )
-    _check((keys is None) == (values is None), "packed keys and packed values come together")
-    if keys is not None and values is not None:
-        _check(keys.pages.shape == values.pages.shape, "packed keys and values hold different tiles")
-    return decode_attention_reference(query, exact, keys, values, scaling, softcap)
+    if tiles is not None:
+        _check(sum(part.head_dim for part in tiles.keys) == dim, f"packed keys are not {dim} wide")
+        for part in tiles.keys:
+            _check(part.pages.shape == tiles.values.pages.shape, "packed keys and values hold different tiles")
+    _check(
+        sink_logits is None or sink_logits.shape == query.shape[1:2],
+        f"there must be one sink for each of {query.shape[1]} heads",
+    )
+    return decode_attention_reference(query, exact, tiles, scaling, softcap, sink_logits)
 
 
 def attention_statistics(
-    query: Tensor, query_index: Tensor, lse: Tensor, keys: Tensor, first_index: int, scaling: float
+    query: Tensor,
+    query_index: Tensor,
+    lse: Tensor,
+    keys: Tensor,
+    first_index: int,
+    scaling: float,
+    softcap: float | None = None,
 ) -> TokenStatistics:
     """How sampled queries of one row attend to neighbouring tokens of it.
 
@@ -162,6 +179,7 @@ def attention_statistics(
         keys: ``[H, N, D]``.
         first_index: position of the first key in the row.
         scaling: factor of the scores.
+        softcap: ``softcap * tanh(score / softcap)``, or None.
 
     Returns:
         Attention mass ``[H]`` and the sum of p^2 of each token ``[H, N]``.
@@ -174,4 +192,4 @@ def attention_statistics(
         f"queries {list(query.shape)} do not fit keys {list(keys.shape)}",
     )
     _check(lse.shape == query.shape[:2], f"log-sum-exp {list(lse.shape)} does not fit queries {list(query.shape)}")
-    return attention_statistics_reference(query, query_index, lse, keys, first_index, scaling)
+    return attention_statistics_reference(query, query_index, lse, keys, first_index, scaling, softcap)

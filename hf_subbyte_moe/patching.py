@@ -9,7 +9,14 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_subbyte_moe.cache import ATTENTION_NAME, PREVIOUS_ATTRIBUTE, EntropySubbyteCache, refuse_unsupported
+from hf_subbyte_moe.cache import (
+    ATTENTION_NAME,
+    PREVIOUS_ATTRIBUTE,
+    EntropySubbyteCache,
+    expand_again,
+    pass_latents_on,
+    refuse_unsupported,
+)
 from hf_subbyte_moe.config import SubByteConfig
 
 
@@ -40,6 +47,8 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
         for module in model.modules():
             if getattr(module, "layer_idx", None) is not None:
                 setattr(module, PREVIOUS_ATTRIBUTE, previous)
+            if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
+                pass_latents_on(module)
         model.set_attn_implementation(ATTENTION_NAME)
     return True
 
@@ -78,6 +87,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
         if hasattr(module, PREVIOUS_ATTRIBUTE):
             previous = getattr(module, PREVIOUS_ATTRIBUTE)
             delattr(module, PREVIOUS_ATTRIBUTE)
+            expand_again(module)
             if model.config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME:
                 model.set_attn_implementation(previous)
     for owner, attribute in ((model.config, CONFIG_KEY), (model, STATISTICS_ATTRIBUTE)):

@@ -27,6 +27,7 @@ _SUPPORTED_MODES = (
     GenerationMode.SAMPLE,
     GenerationMode.BEAM_SEARCH,
     GenerationMode.BEAM_SAMPLE,
+    GenerationMode.ASSISTED_GENERATION,
 )
 _MARK = "_hf_subbyte_moe_wraps"
 _generation: Any = GenerationMixin  # Any: their methods are replaced
@@ -108,10 +109,6 @@ def _make_cache(
     if not model._supports_default_dynamic_cache():
         raise ValueError(f"{type(model).__name__} does not support cache_implementation={CACHE_NAME!r}")
     _check_call(model_kwargs, mode)
-    if generation_config.prefill_chunk_size is not None:
-        raise ValueError(f"cache_implementation={CACHE_NAME!r} does not support prefill_chunk_size yet")
-    if getattr(generation_config, "is_assistant", False):
-        raise ValueError(f"cache_implementation={CACHE_NAME!r} does not support assistant models yet")
     kv_cache = model_options(model.config).kv_cache
     options = {} if kv_cache is None else kv_cache.to_dict()
     given = copy.deepcopy(generation_config.cache_config or {})
@@ -120,12 +117,14 @@ def _make_cache(
     cache = EntropySubbyteCache(model.config.get_text_config(decoder=True), **{**options, **given})
     use_packed_attention(model)
     remember_cache(model, cache)
+    if getattr(generation_config, "is_assistant", False):
+        cache.activate_past_recording()  # type: ignore[no-untyped-call]
     return cache
 
 
 def _check_call(model_kwargs: dict[str, Any], mode: GenerationMode) -> None:
     if mode not in _SUPPORTED_MODES:
-        raise ValueError(f"cache_implementation={CACHE_NAME!r} does not support {mode.value} yet")
+        raise ValueError(f"cache_implementation={CACHE_NAME!r} does not support {mode.value}")
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.ndim == 2 and bool((mask[:, 1:] < mask[:, :-1]).any()):
         raise ValueError(

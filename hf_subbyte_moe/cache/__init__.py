@@ -3,6 +3,7 @@
 from hf_subbyte_moe.cache.attention import ATTENTION_NAME, PREVIOUS_ATTRIBUTE, register_attention
 from hf_subbyte_moe.cache.cache import CACHE_NAME, EntropySubbyteCache, refuse_unsupported
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
+from hf_subbyte_moe.cache.mla import expand_again, pass_latents_on
 from hf_subbyte_moe.cache.packing import LayerStatistics
 
 
@@ -13,6 +14,8 @@ __all__ = [
     "EntropySubbyteCache",
     "EntropySubbyteLayer",
     "LayerStatistics",
+    "expand_again",
+    "pass_latents_on",
     "refuse_unsupported",
     "register_attention",
 ]

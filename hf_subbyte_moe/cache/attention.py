@@ -9,6 +9,7 @@ Source: the interface, https://huggingface.co/docs/transformers/attention_interf
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,21 +20,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_subbyte_moe.cache.handle import LayerView, PackedKV
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
+from hf_subbyte_moe.cache.mla import ExpandedView, absorb_query, expand, expand_output
 from hf_subbyte_moe.cache.packing import PromptQueries
 from hf_subbyte_moe.cache.window import Ints
-from hf_subbyte_moe.ops import decode_attention
-from hf_subbyte_moe.policy import output_weight
+from hf_subbyte_moe.ops import ExactTokens, decode_attention
+from hf_subbyte_moe.policy import AttentionForm, output_weight
 
 
 ATTENTION_NAME = "entropy_subbyte"
 PREVIOUS_ATTRIBUTE = "_hf_subbyte_attention"  # on each attention module: the implementation that it had before
 _DEFAULT = "sdpa"
-_UNSUPPORTED = {
-    "s_aux": "attention sinks in the softmax",
-    "softcap": "soft-capped scores",
-    "position_bias": "a position bias",
-}
-
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -68,20 +64,27 @@ def attention_forward(
     if not isinstance(key, PackedKV):
         return _previous(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     _refuse_unsupported(module, kwargs, dropout)
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
+    form = AttentionForm(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=kwargs.get("softcap"),
+        sink_logits=kwargs.get("s_aux"),
+    )
     view = key.view_of
     view.layer.claim(module)
     if view.pending:
-        return _prompt(module, view, query, attention_mask, scaling, kwargs)
-    layer = view.layer
-    keys, values = layer.rows.packed() if layer.has_tiles else (None, None)
-    result = decode_attention(query, layer.rows.exact(), keys, values, scaling)
-    return _to_model(result.output, query), None
+        return _prompt(module, view, query, attention_mask, form, kwargs), None
+    return _packed(module, view, query, view.layer.rows.exact(), form), None
 
 
-def _to_model(output: Tensor, query: Tensor) -> Tensor:
-    """``[B, HQ, Sq, Dv]`` fp32 -> ``[B, Sq, HQ, Dv]`` in the model's dtype."""
+def _packed(
+    module: torch.nn.Module, view: LayerView, query: Tensor, exact: ExactTokens, form: AttentionForm
+) -> Tensor:
+    """``[B, Sq, HQ, Dv]``: attention over exact tokens and packed tiles."""
+    latent = isinstance(view, ExpandedView)
+    stored_query = absorb_query(module, query) if latent else query
+    tiles = view.layer.rows.packed() if view.layer.has_tiles else None
+    result = decode_attention(stored_query, exact, tiles, form.scaling, form.softcap, form.sink_logits)
+    output = expand_output(module, result.output) if latent else result.output
     return output.to(query.dtype).transpose(1, 2).contiguous()
 
 
@@ -90,31 +93,34 @@ def _prompt(
     view: LayerView,
     query: Tensor,
     attention_mask: Tensor | None,
-    scaling: float,
+    form: AttentionForm,
     kwargs: Mapping[str, Any],
-) -> tuple[Tensor, None]:
+) -> Tensor:
     """Several new tokens, or the first one: exact attention among them, then packing."""
-    layer = view.layer
+    layer, latent = view.layer, isinstance(view, ExpandedView)
     layer.set_starts(_row_starts(attention_mask, query.shape[0], layer))
     if layer.has_tiles:
-        keys, values = layer.rows.packed()
-        result = decode_attention(query, layer.exact_with_pending(), keys, values, scaling)
-        output = _to_model(result.output, query)
+        output = _packed(module, view, query, layer.exact_with_pending(), form)
     else:
         states = layer.dequantize() if layer.rows.lengths.any() else layer.pending
-        output, _ = _previous(module, query, *states, attention_mask, scaling=scaling, dropout=0.0, **kwargs)
-    layer.settle(PromptQueries(query, scaling, output_weight(module, output.shape[2] * output.shape[3])))
-    return output, None
+        if latent:
+            states = expand(module, *states)
+        output, _ = _previous(module, query, *states, attention_mask, scaling=form.scaling, dropout=0.0, **kwargs)
+    weight = None if latent else output_weight(module, output.shape[2] * output.shape[3])
+    layer.settle(PromptQueries(query, form, weight, partial(absorb_query, module) if latent else None))
+    return output
 
 
 def _row_starts(attention_mask: Tensor | None, batch: int, layer: EntropySubbyteLayer) -> Ints:
     """Padding columns on the left of each row, from what the last query may see.
 
     Raises:
-        ValueError: the mask hides columns between visible ones or on the right.
+        ValueError: the mask hides columns between visible ones or on the right, or differs between heads.
     """
     if attention_mask is None:
         return np.zeros(batch, dtype=np.int64)
+    if attention_mask.shape[1] != 1:
+        raise ValueError("the entropy_subbyte cache does not support an attention mask with a head dimension")
     last = attention_mask[:, 0, -1, :]
     visible = (last if last.dtype == torch.bool else last == 0).cpu().numpy()
     visible = np.broadcast_to(visible, (batch, visible.shape[1]))
@@ -128,9 +134,10 @@ def _row_starts(attention_mask: Tensor | None, batch: int, layer: EntropySubbyte
 
 
 def _refuse_unsupported(module: torch.nn.Module, kwargs: Mapping[str, Any], dropout: float) -> None:
-    for name, what in _UNSUPPORTED.items():
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} uses {what}, which the entropy_subbyte cache does not support")
+    if kwargs.get("position_bias") is not None:
+        raise ValueError(
+            f"{type(module).__name__} adds a position bias, which the entropy_subbyte cache does not support"
+        )
     if module.training and dropout:
         raise ValueError("the entropy_subbyte cache is for inference: call model.eval() first")
 

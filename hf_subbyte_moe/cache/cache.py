@@ -1,4 +1,7 @@
-"""The cache that ``generate`` uses: one :class:`EntropySubbyteLayer` for each full-attention layer of a model."""
+"""The cache that ``generate`` uses: one :class:`EntropySubbyteLayer` for each full-attention layer of a model.
+
+Layers of other kinds, such as sliding windows, stay as Transformers makes them.
+"""
 
 from typing import Any
 
@@ -6,11 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
+from hf_subbyte_moe.cache.layer import EntropySubbyteLayer, check_widths
 from hf_subbyte_moe.cache.packing import LayerStatistics
-from hf_subbyte_moe.codecs.rotation import rotation_block
 from hf_subbyte_moe.config import KVCacheConfig
-from hf_subbyte_moe.policy import budget_bits, make_policy
+from hf_subbyte_moe.policy import make_policy
 
 
 CACHE_NAME = "entropy_subbyte"
@@ -22,8 +24,6 @@ class EntropySubbyteCache(Cache):
     ``model.generate(cache_implementation="entropy_subbyte")`` makes one. To make one by hand, call
     ``hf_subbyte_moe.apply(model)`` first, or nothing is measured.
     """
-
-    layers: list[EntropySubbyteLayer]  # type: ignore[assignment]
 
     def __init__(self, config: PreTrainedConfig, /, **options: Any) -> None:
         """Make an empty cache.
@@ -37,18 +37,21 @@ class EntropySubbyteCache(Cache):
         """
         self.kv_config = KVCacheConfig.from_dict(options, section="cache_config")
         refuse_unsupported(config)
-        self._check_head_dim(config)
+        latent = _is_latent(config)
+        check_widths(self.kv_config, _widths(config), latent)
         policy = make_policy(self.kv_config)
-        layers: list[EntropySubbyteLayer] = []
-        for _ in DynamicCache(config=config).layers:
-            layers.append(EntropySubbyteLayer(self.kv_config, policy, layers[-1] if layers else None))
-        super().__init__(layers=layers)  # type: ignore[arg-type]
+        layers: list[Any] = []
+        previous: EntropySubbyteLayer | None = None
+        for layer in DynamicCache(config=config).layers:
+            if type(layer) is DynamicLayer:
+                layer = previous = EntropySubbyteLayer(self.kv_config, policy, previous, latent)
+            layers.append(layer)
+        super().__init__(layers=layers)
 
-    def _check_head_dim(self, config: PreTrainedConfig) -> None:
-        """Find an impossible head dimension or budget before any token is computed, where the config tells it."""
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        rotation_block(head_dim)
-        budget_bits(self.kv_config, head_dim)
+    @property
+    def packed_layers(self) -> dict[int, EntropySubbyteLayer]:
+        """Layer index -> layer, of those that pack; the others are as Transformers makes them."""
+        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, EntropySubbyteLayer)}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -65,31 +68,37 @@ class EntropySubbyteCache(Cache):
             raise
 
     def _roll_back(self, failed: int) -> None:
-        kept = self.layers[failed].get_seq_length()
-        for layer in self.layers[:failed]:
-            layer.crop(kept - layer.get_seq_length())
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows become ``beam_idx`` of the old rows."""
-        for layer in self.layers:
-            layer.reorder_cache(beam_idx)
-
-    def activate_past_recording(self) -> None:
-        """Assistants ask for it.
-
-        Raises:
-            ValueError: always; assisted decoding is not supported yet.
-        """
-        raise ValueError("assisted decoding is not supported by the entropy_subbyte cache yet")
+        kept = self.layers[failed].get_seq_length()  # type: ignore[union-attr]
+        for index, layer in self.packed_layers.items():
+            if index < failed:
+                layer.crop(kept - layer.get_seq_length())
 
     @property
-    def statistics(self) -> list[LayerStatistics]:
-        """What each layer measured and chose; stays valid when the cache is gone."""
-        return [layer.statistics for layer in self.layers]
+    def statistics(self) -> dict[int, LayerStatistics]:
+        """Layer index -> what it measured and chose; stays valid when the cache is gone."""
+        return {index: layer.statistics for index, layer in self.packed_layers.items()}
+
+    def other_bytes(self) -> int:
+        """Bytes of keys and values in the layers that do not pack."""
+        others = [layer for layer in self.layers if not isinstance(layer, EntropySubbyteLayer)]
+        tensors = [getattr(layer, name, None) for layer in others for name in ("keys", "values")]
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
     def allocated_bytes(self) -> int:
         """Bytes of everything that the layers hold, spare capacity included."""
-        return sum(layer.allocated_bytes() for layer in self.layers)
+        return self.other_bytes() + sum(layer.allocated_bytes() for layer in self.packed_layers.values())
+
+
+def _is_latent(config: PreTrainedConfig) -> bool:
+    return bool(getattr(config, "kv_lora_rank", None))
+
+
+def _widths(config: PreTrainedConfig) -> tuple[int, int]:
+    """What the two sides of a token should be wide, as far as the config tells; tensors have the last word."""
+    if _is_latent(config):
+        return config.kv_lora_rank, config.qk_rope_head_dim
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return head_dim, head_dim
 
 
 def refuse_unsupported(config: PreTrainedConfig) -> None:
@@ -103,13 +112,10 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
         raise ValueError(
             f"model type {name!r} is an encoder-decoder, which the entropy_subbyte cache does not support"
         )
-    if getattr(config, "kv_lora_rank", None):
-        raise ValueError(f"model type {name!r} caches latents, which the entropy_subbyte cache does not support yet")
-    other = sorted(
-        {type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) is not DynamicLayer}
-    )
-    if other:
+    layers = DynamicCache(config=config).layers
+    if not any(type(layer) is DynamicLayer for layer in layers):
+        kinds = sorted({type(layer).__name__ for layer in layers})
         raise ValueError(
-            f"model type {name!r} has layers that are no full attention ({', '.join(other)}), which the "
-            "entropy_subbyte cache does not support yet"
+            f"model type {name!r} has no full-attention layer to pack ({', '.join(kinds)}); the entropy_subbyte cache "
+            "would save nothing"
         )

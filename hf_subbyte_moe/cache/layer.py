@@ -12,6 +12,7 @@ Gives up: cropping into a tile brings what is left of it back with its quantizat
 
 import warnings
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,22 @@ from hf_subbyte_moe.ops import ExactTokens
 from hf_subbyte_moe.policy import KEYS, VALUES, Policy, budget_bits
 
 
+_REGISTER_WIDTH = 256  # a register names its channel in a byte
+
+
+def check_widths(config: KVCacheConfig, dims: tuple[int, int], latent: bool) -> None:
+    """Refuse widths that cannot be packed, or that put a budget out of reach.
+
+    Raises:
+        ValueError: names the width and what is possible.
+    """
+    for dim in dims:
+        rotation_block(dim)
+        if config.policy == "uniform:vq3o" and dim > _REGISTER_WIDTH:
+            raise ValueError(f"tier 'vq3o' holds keys and values of at most {_REGISTER_WIDTH} channels, not {dim}")
+    budget_bits(config, dims, latent)
+
+
 class EntropySubbyteLayer(CacheLayerMixin):
     """Keys and values of one layer; see the module's text.
 
@@ -36,19 +53,31 @@ class EntropySubbyteLayer(CacheLayerMixin):
         starts: ``[B]`` padding columns of each row.
         rows: the stored tokens; exists from the first update on.
         statistics: what was measured and chosen.
+        record_past: new tokens may be taken back by :meth:`crop`; their tiles are packed only then.
     """
 
     is_sliding = False
     is_compileable = False
-    is_croppable = False
+    is_croppable = True
     supports_early_init = False
     rows: PackedRows
 
-    def __init__(self, config: KVCacheConfig, policy: Policy, previous: "EntropySubbyteLayer | None") -> None:
-        """``previous`` is the packed layer before this one, whose unspent bits this one may use."""
+    def __init__(
+        self, config: KVCacheConfig, policy: Policy, previous: "EntropySubbyteLayer | None", latent: bool = False
+    ) -> None:
+        """Make an empty layer.
+
+        Args:
+            config: options.
+            policy: chooses tiers.
+            previous: the packed layer before this one, whose unspent bits this one may use.
+            latent: keys are latents, which are values too, and values are the rest of the keys.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._config = config
         self._policy = policy
+        self._latent = latent
+        self.record_past = False
         self._ledger: BitLedger = BitLedger(None if previous is None else previous._ledger)
         self.statistics = LayerStatistics(config.policy)
         self._attention: weakref.ref[torch.nn.Module] | None = None
@@ -69,11 +98,14 @@ class EntropySubbyteLayer(CacheLayerMixin):
         Raises:
             ValueError: a head dimension that cannot be packed, or a budget out of its reach.
         """
-        for dim in (key_states.shape[-1], value_states.shape[-1]):
-            rotation_block(dim)
-            budget_bits(self._config, dim)
+        dims = (key_states.shape[-1], value_states.shape[-1])
+        check_widths(self._config, dims, self._latent)
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.rows = PackedRows(self._config, self._policy, self._ledger, self.statistics, key_states, value_states)
+        self.rows = PackedRows(
+            self._config, self._policy, self._ledger, self.statistics, key_states, value_states, self._latent
+        )
+        if self.record_past:
+            self.rows.keep_slack()
         self.starts = np.zeros(key_states.shape[0], dtype=np.int64)
         self.keys, self.values = key_states.new_empty(0), value_states.new_empty(0)
         self.is_initialized = True
@@ -113,7 +145,7 @@ class EntropySubbyteLayer(CacheLayerMixin):
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> None:
         """One token a row; rows whose window is full pack their oldest tile first, all or none."""
-        due = [(row, *self.rows.oldest_tile(row)) for row in self.rows.rows_due()]
+        due = [(row, *self.rows.oldest_tile(row)) for row in self.rows.rows_due(1)]
         for _, key, value in due:
             self._check_finite(key, value)
         for row, key, value in due:
@@ -136,6 +168,12 @@ class EntropySubbyteLayer(CacheLayerMixin):
         """The name of :meth:`get_max_length` in older releases of Transformers."""
         return self.get_max_length()
 
+    def activate_past_recording(self) -> None:
+        """Keep new tokens exact until :meth:`crop` says how many of them stay."""
+        self.record_past = True
+        if self.is_initialized:
+            self.rows.keep_slack()
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` columns; a number or a 0-dimensional tensor, at most 0.
 
@@ -145,9 +183,15 @@ class EntropySubbyteLayer(CacheLayerMixin):
         count = -int(tokens_to_remove)
         if count < 0:
             raise ValueError(f"crop({-count}): give the number of tokens to remove as a negative number")
-        if count == 0 or not self.is_initialized:
+        if not self.is_initialized:
             return
         self.settle_without_statistics()
+        if count:
+            self._drop(count)
+        if self.record_past:
+            self.rows.trim()
+
+    def _drop(self, count: int) -> None:
         self.length = max(0, self.length - count)
         self.starts = np.minimum(self.starts, self.length)
         for row, start in enumerate(self.starts.tolist()):
@@ -219,17 +263,11 @@ class EntropySubbyteLayer(CacheLayerMixin):
 
     def exact_with_pending(self) -> ExactTokens:
         """Sinks, window and the pending tokens, with a causal mask for the pending queries."""
-        key, value = self.pending
-        held, queries = self.rows.exact(), key.shape[2]
+        queries = self.pending[KEYS].shape[2]
         column = torch.arange(queries, device=self.device)
         old = self.length - queries
         real = torch.from_numpy(self.starts).to(self.device)[:, None] <= old + column  # [B, q]
-        causal = (column <= column[:, None]) & real[:, None]
-        return ExactTokens(
-            torch.cat([held.keys, key], dim=2),
-            torch.cat([held.values, value], dim=2),
-            torch.cat([held.visible.expand(-1, queries, -1), causal], dim=2),
-        )
+        return self.rows.exact(self.pending, (column <= column[:, None]) & real[:, None])
 
     def settle(self, queries: PromptQueries | None) -> None:
         """Store the pending tokens and pack what is due, measured with the queries that came with them."""
@@ -244,7 +282,7 @@ class EntropySubbyteLayer(CacheLayerMixin):
             row_queries = None
             if queries is not None:
                 query = queries.query[row : row + 1, :, new]
-                row_queries = PromptQueries(query, queries.scaling, queries.weight)
+                row_queries = replace(queries, query=query)
             self.rows.add(row, key, value, row_queries)
 
     def settle_without_statistics(self) -> None:
@@ -291,7 +329,7 @@ class EntropySubbyteLayer(CacheLayerMixin):
     @staticmethod
     def _check_finite(key_states: Tensor, value_states: Tensor) -> None:
         for name, states in (("keys", key_states), ("values", value_states)):
-            if not bool(torch.isfinite(states).all()):
+            if not states.is_meta and not bool(torch.isfinite(states).all()):
                 raise ValueError(f"the {name} hold NaN or Inf; nothing was stored")
 
     def _check_geometry(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -5,6 +5,7 @@ never looks at another one, so results do not depend on who shares a batch.
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,22 +19,27 @@ from hf_subbyte_moe.cache.tiles import TileStore
 from hf_subbyte_moe.cache.window import ExactWindow, Ints
 from hf_subbyte_moe.codecs import codec_of
 from hf_subbyte_moe.config import WHOLE_PROMPT, KVCacheConfig
-from hf_subbyte_moe.ops import ExactTokens, PackedTiles
+from hf_subbyte_moe.ops import AttentionTiles, ExactTokens, PackedTiles
 from hf_subbyte_moe.policy import (
     KEYS,
-    MIN_QUERIES,
     VALUES,
+    AttentionForm,
     ChunkStatistics,
     Measured,
     Policy,
     RowProbe,
+    attention_states,
     budget_bits,
     sample_positions,
+    side_bits,
+    side_codec,
     unmeasured,
 )
 
 
 _MIN_REGION = 32  # tokens that are worth measuring when nothing is packed yet
+_MIN_QUERIES = 8  # queries that tell more than prior knowledge
+_MIN_NEW_QUERIES = 32  # queries that are worth measuring again what an earlier prompt settled
 _PACK_TILES = 512  # tiles quantized at once
 
 TierChoice = NDArray[np.int64]
@@ -45,13 +51,20 @@ class PromptQueries:
 
     Attributes:
         query: ``[B, HQ, q, D]`` queries of the new tokens.
-        scaling: factor of the scores.
+        form: scores to probabilities.
         weight: ``[hidden, HQ * Dv]`` output projection, or None.
+        absorb: makes queries fit the stored keys where these are latents; None where they fit already.
     """
 
     query: Tensor
-    scaling: float
+    form: AttentionForm
     weight: Tensor | None
+    absorb: Callable[[Tensor], Tensor] | None = None
+
+    def sample(self, row: int, positions: Tensor) -> Tensor:
+        """``[HQ, S, D]`` queries of one row."""
+        query = self.query[row : row + 1, :, positions]
+        return (query if self.absorb is None else self.absorb(query))[0]
 
 
 @dataclass
@@ -109,14 +122,19 @@ class PackedRows:
         statistics: LayerStatistics,
         key_states: Tensor,
         value_states: Tensor,
+        latent: bool = False,
     ) -> None:
-        """Start empty; shapes, dtype and device come from ``[B, H, any, D]`` states."""
+        """Start empty; shapes, dtype and device come from ``[B, H, any, D]`` states.
+
+        ``latent``: the first side is a latent, which is value and part of the key, the second the rest of the key.
+        """
         batch, heads, _, key_dim = key_states.shape
         self._config, self._policy, self._ledger, self._statistics = config, policy, ledger, statistics
-        self._dims = (key_dim, value_states.shape[-1])
+        self._dims, self._latent = (key_dim, value_states.shape[-1]), latent
+        self._slack = 0
         self.window = ExactWindow(key_states, value_states, config.sinks, config.window)
         self.store = TileStore(batch, heads, self._dims, key_states.device)
-        self.codecs = RowCodecs(policy.tiers, config.codebook, key_states, value_states)
+        self.codecs = RowCodecs(policy.tiers, config.codebook, key_states, value_states, latent)
         self.lengths: Ints = np.zeros(batch, dtype=np.int64)
         # per row the tiers that later tiles take and the row's length when they were settled, newest last
         self._settled: list[list[tuple[TierChoice, int]]] = [[] for _ in range(batch)]
@@ -139,10 +157,25 @@ class PackedRows:
 
     # ------------------------------------------------------------------ adding tokens
 
-    def rows_due(self) -> list[int]:
-        """Rows whose oldest tile must be packed before another token fits the window."""
-        full = self._config.window + TILE_TOKENS - 1
-        return [int(row) for row in np.flatnonzero(self.lengths - self.first_recent() >= full)]
+    def keep_slack(self) -> None:
+        """From now on, keep a tile more exact: new tokens may be taken back, and their tiles wait for :meth:`trim`."""
+        if not self._slack:
+            self._slack = TILE_TOKENS
+            self.window.widen(TILE_TOKENS, self.lengths, self.first_recent())
+
+    def _tiles_due(self, length: int) -> int:
+        return tiles_of(length - self._slack, self._config.sinks, self._config.window)
+
+    def rows_due(self, new_tokens: int) -> list[int]:
+        """Rows whose oldest tile must be packed before so many tokens more are stored."""
+        lengths = enumerate(self.lengths.tolist())
+        return [row for row, length in lengths if self._tiles_due(length + new_tokens) > self.store.counts[row]]
+
+    def trim(self) -> None:
+        """Pack what was only kept exact because it might have been taken back."""
+        for row, length in enumerate(self.lengths.tolist()):
+            while tiles_of(length, self._config.sinks, self._config.window) > self.store.counts[row]:
+                self.pack_oldest(row, *self.oldest_tile(row))
 
     def oldest_tile(self, row: int) -> tuple[Tensor, Tensor]:
         """The 128 oldest exact tokens of a row behind its tiles, ``[H, 128, D]``."""
@@ -173,7 +206,7 @@ class PackedRows:
         sinks, held = self._config.sinks, int(self.lengths[row])
         length = held + key.shape[1]
         first, tiles = int(self.first_recent()[row]), int(self.store.counts[row])
-        more = tiles_of(length, sinks, self._config.window) - tiles
+        more = max(0, self._tiles_due(length) - tiles)
         recent_key, recent_value = key[:, max(0, sinks - held) :], value[:, max(0, sinks - held) :]
         if held > first:
             old_key, old_value = self.window.read(row, first, held)
@@ -204,7 +237,8 @@ class PackedRows:
     ) -> TierChoice:
         """Measure a region of ``more`` tiles, if that is possible, and choose its tiers ``[more, H, 2]``."""
         probe = None
-        if queries is not None and key.shape[1] >= MIN_QUERIES:
+        enough = _MIN_NEW_QUERIES if self._settled[row] else _MIN_QUERIES
+        if queries is not None and key.shape[1] >= enough:
             probe = self._probe(row, key, value, queries)
         if probe is None and self._settled[row]:
             return np.repeat(self._later_tiers(row)[None], more, axis=0)
@@ -224,10 +258,10 @@ class PackedRows:
             # what is held is older than every query
             index = torch.cat([index.new_full((key.shape[1] - len(index),), -1), index])
         visible = (index <= (held + position)[:, None])[None]
-        exact = ExactTokens(key[None], value[None], visible)
+        exact = ExactTokens(*attention_states(key[None], value[None], self._latent), visible)
         tiles = self.packed(row) if self.store.counts[row] else None
-        query = queries.query[0, :, position]
-        return RowProbe(query, held + position, exact, tiles, queries.scaling, queries.weight)
+        query = queries.sample(0, position)
+        return RowProbe(query, held + position, exact, tiles, queries.form, queries.weight, self._latent)
 
     def _measure(self, row: int, region: tuple[Tensor, Tensor], more: int, probe: RowProbe | None) -> list[Measured]:
         """The chunks of a region that follows the row's tiles; one chunk without tiles if nothing is packed yet."""
@@ -248,32 +282,31 @@ class PackedRows:
             start = (low - tiles) * TILE_TOKENS
             stop = (high - tiles) * TILE_TOKENS if more else key.shape[1]
             part = slice(start, stop)
-            measured = probe.measure(
-                key[:, part], value[:, part], first + start, sides, low, high - low, self._policy.tiers
-            )
-            chunks.append(measured)
+            states = (key[:, part], value[:, part])
+            chunks.append(probe.measure(states, first + start, sides, low, high - low, self._policy.tiers))
         return chunks
 
     def _choose(self, row: int, chunks: list[Measured], length: int) -> TierChoice:
         """Choose and remember tiers for a row of ``length`` tokens; ids ``[tiles, H, 2]`` of their tiles."""
         tiers = self._policy.tiers
-        bits = np.array([[codec.format.bits_per_value(dim) for codec in tiers] for dim in self._dims])
+        bits = side_bits(tiers, self._dims, self._latent)
         sizes = np.array(
             [[max(1, chunk.tiles) * TILE_TOKENS * dim for dim in self._dims] for chunk in chunks], dtype=np.float64
         )
-        wanted = [budget_bits(self._config, dim) or 0.0 for dim in self._dims]
-        budget = float((sizes * wanted).sum()) * self.heads + self._ledger.inherited(row)
+        wanted = budget_bits(self._config, self._dims, self._latent)
+        budget = (wanted or 0.0) * float(sizes.sum()) * self.heads + self._ledger.inherited(row)
         chosen = self._policy.choose(chunks, bits, sizes, budget)
-        if all(wanted):
-            number = {codec.tier_id: index for index, codec in enumerate(tiers)}
-            spent = [
-                bits[side, number[int(tier)]] * sizes[chunk, side] for (chunk, _, side), tier in np.ndenumerate(chosen)
-            ]
-            self._ledger.leave(row, budget - sum(spent))
-        for chunk, choice in zip(chunks, chosen, strict=True):
-            self._statistics.chunks[row].append(ChunkStatistics(**vars(chunk), tiers=choice))
-        self._settled[row].append((chosen[-1], length))
-        return np.repeat(chosen, [chunk.tiles for chunk in chunks], axis=0)
+        sides = np.broadcast_to(np.arange(2), chosen.shape)
+        if wanted is not None:
+            spent = bits[sides, chosen] * sizes[:, None, :]
+            self._ledger.leave(row, budget - float(spent.sum()))
+        ids = np.array([[side_codec(codec, side, self._latent).tier_id for codec in tiers] for side in (KEYS, VALUES)])
+        chosen_ids = ids[sides, chosen]
+        for chunk, choice, tier_ids in zip(chunks, chosen, chosen_ids, strict=True):
+            errors = np.take_along_axis(chunk.errors, choice[..., None], axis=-1)[..., 0]
+            self._statistics.chunks[row].append(ChunkStatistics(**vars(chunk), tiers=tier_ids, chosen_errors=errors))
+        self._settled[row].append((chosen_ids[-1], length))
+        return np.repeat(chosen_ids, [chunk.tiles for chunk in chunks], axis=0)
 
     def _later_tiers(self, row: int) -> TierChoice:
         """``[H, 2]`` tier ids of tiles that come without measurement: those of the last chunk that was settled."""
@@ -297,8 +330,8 @@ class PackedRows:
 
     # ------------------------------------------------------------------ reading
 
-    def packed(self, row: int | None = None) -> tuple[PackedTiles, PackedTiles]:
-        """Packed keys and values of all rows or of one."""
+    def packed(self, row: int | None = None) -> AttentionTiles:
+        """Packed keys and values of all rows or of one, as attention sees them."""
         rows = slice(None) if row is None else slice(row, row + 1)
         sides = []
         for side in (KEYS, VALUES):
@@ -313,13 +346,24 @@ class PackedRows:
                     mean=self.codecs.mean[rows] if side == KEYS else None,
                 )
             )
-        return sides[KEYS], sides[VALUES]
+        if self._latent:
+            return AttentionTiles(keys=(sides[KEYS], sides[VALUES]), values=sides[KEYS])
+        return AttentionTiles(keys=(sides[KEYS],), values=sides[VALUES])
 
-    def exact(self) -> ExactTokens:
-        """Sinks and window of all rows for one new query, as they lie in memory."""
-        return ExactTokens(
-            self.window.keys, self.window.values, self.window.visible(self.lengths, self.first_recent())
-        )
+    def exact(self, pending: tuple[Tensor, Tensor] | None = None, causal: Tensor | None = None) -> ExactTokens:
+        """Sinks and window of all rows, as attention sees them, and new tokens behind them.
+
+        Args:
+            pending: new states ``[B, H, q, D]`` of both sides, or None for one query that is stored already.
+            causal: ``[B, q, q]`` which of the new tokens their queries see.
+        """
+        first, second = self.window.keys, self.window.values
+        visible = self.window.visible(self.lengths, self.first_recent())
+        if pending is not None:
+            assert causal is not None
+            first, second = (torch.cat(pair, dim=2) for pair in zip((first, second), pending, strict=True))
+            visible = torch.cat([visible.expand(-1, causal.shape[1], -1), causal], dim=2)
+        return ExactTokens(*attention_states(first, second, self._latent), visible)
 
     def read(self, row: int) -> tuple[Tensor, Tensor]:
         """All tokens of a row, ``[H, n, D]`` in the model's dtype; packed ones dequantized."""
@@ -385,7 +429,7 @@ class PackedRows:
             key_dim=self._dims[KEYS],
             value_dim=self._dims[VALUES],
             itemsize=self.dtype.itemsize,
-            window=self._config.window,
+            window=self.window.ring - TILE_TOKENS,
             sinks=self._config.sinks,
         )
 

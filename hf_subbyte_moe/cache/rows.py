@@ -14,7 +14,7 @@ from hf_subbyte_moe.codecs import Codec, Table
 from hf_subbyte_moe.codecs.codebooks import fit_centroids, fit_table, universal_table
 from hf_subbyte_moe.codecs.rotation import rotation_matrix
 from hf_subbyte_moe.ops import TILE_TOKENS, normalize_tokens, split_outliers
-from hf_subbyte_moe.policy import KEYS, VALUES, SideCodec
+from hf_subbyte_moe.policy import KEYS, VALUES, SideCodec, side_codec
 
 
 class RowCodecs:
@@ -25,11 +25,16 @@ class RowCodecs:
         rotations: ``[D, D]`` fp32 for keys and for values; constants, shared by all layers of a device.
     """
 
-    def __init__(self, tiers: Sequence[Codec], codebook: str, key_states: Tensor, value_states: Tensor) -> None:
+    def __init__(
+        self, tiers: Sequence[Codec], codebook: str, key_states: Tensor, value_states: Tensor, latent: bool
+    ) -> None:
         """Make room for the tiers that a policy may choose; ``codebook`` is "universal" or "online"."""
         batch, heads, _, key_dim = key_states.shape
         device = key_states.device
-        self._tiers = [codec for codec in tiers if codec.table is not Table.NONE]
+        given = {
+            side_codec(codec, side, latent).name: side_codec(codec, side, latent) for side in (0, 1) for codec in tiers
+        }
+        self._tiers = [codec for codec in given.values() if codec.table is not Table.NONE]
         self._online = codebook == "online"
         self._frozen = np.zeros(batch, dtype=bool)
         self.mean = torch.zeros(batch, heads, key_dim, device=device)

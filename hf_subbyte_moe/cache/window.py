@@ -74,6 +74,19 @@ class ExactWindow:
         held = np.where(in_ring < 0, slot < length, recent)
         return torch.from_numpy(held[:, None]).to(self.keys.device)
 
+    def widen(self, tokens: int, lengths: Ints, first_recent: Ints) -> None:
+        """Make the ring longer; the rows' tokens from ``first_recent`` on keep their places in the row."""
+        held = []
+        for row, (first, length) in enumerate(zip(first_recent.tolist(), lengths.tolist(), strict=True)):
+            held.append((first, *self.read(row, first, max(first, length))))
+        old_keys, old_values = self.keys, self.values
+        self.ring += tokens
+        self.keys, self.values = self._buffer(old_keys), self._buffer(old_values)
+        for new, old in ((self.keys, old_keys), (self.values, old_values)):
+            new[:, :, : self.sinks] = old[:, :, : self.sinks]
+        for row, (first, key, value) in enumerate(held):
+            self.write(row, first, key, value)
+
     def select_rows(self, rows: Tensor) -> None:
         """Keep, reorder or repeat rows."""
         self.keys = self.keys.index_select(0, rows)

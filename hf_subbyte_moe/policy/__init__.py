@@ -10,25 +10,37 @@ from hf_subbyte_moe.policy.policies import (
     Policy,
     budget_bits,
     make_policy,
+    side_bits,
+    side_codec,
     unmeasured,
 )
-from hf_subbyte_moe.policy.statistics import MIN_QUERIES, RowProbe, SideCodec, output_weight, sample_positions
+from hf_subbyte_moe.policy.statistics import (
+    AttentionForm,
+    RowProbe,
+    SideCodec,
+    attention_states,
+    output_weight,
+    sample_positions,
+)
 
 
 __all__ = [
     "CANDIDATES",
     "KEYS",
-    "MIN_QUERIES",
     "SIDES",
     "VALUES",
+    "AttentionForm",
     "ChunkStatistics",
     "Measured",
     "Policy",
     "RowProbe",
     "SideCodec",
+    "attention_states",
     "budget_bits",
     "make_policy",
     "output_weight",
     "sample_positions",
+    "side_bits",
+    "side_codec",
     "unmeasured",
 ]

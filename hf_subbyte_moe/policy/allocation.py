@@ -39,20 +39,21 @@ def allocate(errors: Floats, bits: Floats, sizes: Floats, budget: float) -> NDAr
 
     Args:
         errors: ``[U, C]`` error of a unit under a choice, finite.
-        bits: ``[C]`` bits a value of a choice.
+        bits: ``[C]`` or ``[U, C]`` bits a value of a choice.
         sizes: ``[U]`` values in a unit.
         budget: bits for all units together.
 
     Returns:
         ``[U]`` choices. Each unit gets at least its cheapest choice, also where the budget does not reach that far.
     """
-    hulls = [convex_hull(bits, row) for row in errors]
+    bits = np.broadcast_to(bits, errors.shape)
+    hulls = [convex_hull(cost, error) for cost, error in zip(bits, errors, strict=True)]
     chosen = np.array([hull[0] for hull in hulls], dtype=np.int64)
-    left = budget - float((bits[chosen] * sizes).sum())
+    left = budget - float((bits[np.arange(len(chosen)), chosen] * sizes).sum())
     steps = []
     for unit, hull in enumerate(hulls):
         for rank, (low, high) in enumerate(pairwise(hull)):
-            cost = (bits[high] - bits[low]) * sizes[unit]
+            cost = (bits[unit, high] - bits[unit, low]) * sizes[unit]
             steps.append((-(errors[unit, low] - errors[unit, high]) / cost, unit, rank, cost, high))
     reached = [0] * len(hulls)
     for _, unit, rank, cost, high in sorted(steps):

@@ -20,6 +20,7 @@ from hf_subbyte_moe.policy.allocation import Floats, allocate
 KEYS, VALUES = 0, 1
 SIDES = ("keys", "values")
 CANDIDATES = tuple(get_codec(name) for name in ("vq175", "vq2", "vq3", "vq4", "fp6"))
+_POSITIONAL = get_codec("vq4")
 HIGH_ENTROPY, LOW_ENTROPY = 4.5, 2.5  # bits; the seed documents' thresholds
 _KEY_WEIGHT = 4.0  # how much more a key's error costs than a value's where nothing was measured
 _RANK_SPAN_BITS = 3.0  # how many bits apart the ends of a ranking are valued
@@ -38,6 +39,7 @@ class ChunkStatistics:
             policy's C tiers, relative to the output's energy; a prior where nothing was sampled.
         candidates: the policy's tiers.
         tiers: ``[H, 2]`` tier ids chosen.
+        chosen_errors: ``[H, 2]`` the errors of these.
     """
 
     first_tile: int
@@ -47,6 +49,7 @@ class ChunkStatistics:
     errors: Floats
     candidates: Sequence[Codec]
     tiers: NDArray[np.int64]
+    chosen_errors: Floats
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Policy(Protocol):
         """Every tier that it may choose."""
 
     def choose(self, chunks: Sequence[Measured], bits: Floats, sizes: Floats, budget: float) -> NDArray[np.int64]:
-        """Tier ids ``[chunks, H, 2]``.
+        """Numbers ``[chunks, H, 2]`` of tiers in ``tiers``.
 
         Args:
             chunks: what was measured.
@@ -92,13 +95,12 @@ class Policy(Protocol):
 
 
 def _allocate(errors: Floats, bits: Floats, sizes: Floats, budget: float) -> NDArray[np.int64]:
-    """``[chunks, H, 2, C]`` errors of ``CANDIDATES`` -> ``[chunks, H, 2]`` tier ids under a budget."""
-    chunks, heads, sides, _ = errors.shape
-    if not np.array_equal(bits[KEYS], bits[VALUES]):
-        raise ValueError("keys and values of different width have no common budget yet")
-    spread = np.broadcast_to(sizes[:, None, :], (chunks, heads, sides)).reshape(-1)
-    chosen = allocate(errors.reshape(-1, errors.shape[-1]), bits[KEYS], spread, budget)
-    return np.array([codec.tier_id for codec in CANDIDATES])[chosen].reshape(chunks, heads, sides)
+    """``[chunks, H, 2, C]`` errors -> ``[chunks, H, 2]`` choices under a budget."""
+    shape = errors.shape[:-1]
+    units = errors.reshape(-1, errors.shape[-1])
+    cost = np.broadcast_to(bits, (*shape, bits.shape[-1])).reshape(units.shape)
+    spread = np.broadcast_to(sizes[:, None, :], shape).reshape(-1)
+    return allocate(units, cost, spread, budget).reshape(shape)
 
 
 class ErrorPolicy:
@@ -130,7 +132,7 @@ class EntropyPolicy:
     tiers: Sequence[Codec] = tuple(get_codec(name) for name in ("fp6", "vq3", "vq175"))
 
     def choose(self, chunks: Sequence[Measured], bits: Floats, sizes: Floats, budget: float) -> NDArray[np.int64]:
-        high, middle, low = (codec.tier_id for codec in self.tiers)
+        high, middle, low = range(3)
         entropy = np.stack([chunk.entropy for chunk in chunks])
         # nothing measured counts as high: the safe side
         tier = np.where(entropy <= LOW_ENTROPY, low, np.where(entropy <= HIGH_ENTROPY, middle, high))
@@ -144,7 +146,7 @@ class UniformPolicy:
         self.tiers: Sequence[Codec] = (get_codec(tier),)
 
     def choose(self, chunks: Sequence[Measured], bits: Floats, sizes: Floats, budget: float) -> NDArray[np.int64]:
-        return np.full((len(chunks), len(chunks[0].entropy), 2), self.tiers[0].tier_id, dtype=np.int64)
+        return np.zeros((len(chunks), len(chunks[0].entropy), 2), dtype=np.int64)
 
 
 def make_policy(config: KVCacheConfig) -> Policy:
@@ -159,8 +161,31 @@ def make_policy(config: KVCacheConfig) -> Policy:
     return named[config.policy]()
 
 
-def budget_bits(config: KVCacheConfig, head_dim: int) -> float | None:
-    """Bits a value to keep to at this head dimension; None for a policy that fixes its own.
+def positional(codec: Codec) -> Codec:
+    """The tier that the rotary part of a latent cache's key gets instead: at least 4 bits.
+
+    It is a ninth of the bytes of DeepSeek's cache and as fragile as any key.
+    """
+    return codec if codec.format.code_bits_per_value() >= _POSITIONAL.format.code_bits_per_value() else _POSITIONAL
+
+
+def side_codec(codec: Codec, side: int, latent: bool) -> Codec:
+    """The tier that a side really gets when ``codec`` is chosen for it; ``latent``: the second side is positional."""
+    return positional(codec) if latent and side == VALUES else codec
+
+
+def side_bits(tiers: Sequence[Codec], dims: tuple[int, int], latent: bool) -> Floats:
+    """``[2, C]`` bits a value of each side under each tier."""
+    return np.array(
+        [
+            [side_codec(codec, side, latent).format.bits_per_value(dim) for codec in tiers]
+            for side, dim in enumerate(dims)
+        ]
+    )
+
+
+def budget_bits(config: KVCacheConfig, dims: tuple[int, int], latent: bool = False) -> float | None:
+    """Bits a value to keep to at these widths of the two sides; None for a policy that fixes its own.
 
     Without a number from the user it is ``DEFAULT_BITS``, or the least that the tiers need where a small head
     dimension makes scales expensive.
@@ -170,12 +195,14 @@ def budget_bits(config: KVCacheConfig, head_dim: int) -> float | None:
     """
     if config.policy not in BUDGET_POLICIES:
         return None
-    bits = [codec.format.bits_per_value(head_dim) for codec in CANDIDATES]
+    bits = side_bits(CANDIDATES, dims, latent)
+    least, most = (float(np.dot(ends, dims) / sum(dims)) for ends in (bits.min(1), bits.max(1)))
     if config.bits is None:
-        return max(DEFAULT_BITS, min(bits))
-    if not min(bits) <= config.bits <= max(bits):
+        return max(DEFAULT_BITS, least)
+    if not least <= config.bits <= most:
+        width = f"head_dim {dims[0]}" if len(set(dims)) == 1 else f"widths {dims[0]} and {dims[1]}"
         raise ValueError(
-            f"bits={config.bits} is out of reach at head_dim {head_dim}: the tiers "
-            f"{[codec.name for codec in CANDIDATES]} give {min(bits):.3f} to {max(bits):.3f} bits a value"
+            f"bits={config.bits} is out of reach at {width}: the tiers {[codec.name for codec in CANDIDATES]} give "
+            f"{least:.3f} to {most:.3f} bits a value"
         )
     return float(config.bits)

@@ -22,21 +22,44 @@ from hf_subbyte_moe.codecs import Codec, Table
 from hf_subbyte_moe.ops import (
     TILE_TOKENS,
     AttentionResult,
+    AttentionTiles,
     ExactTokens,
-    PackedTiles,
     attention_statistics,
     decode_attention,
     pack_tiles,
     unpack_tiles,
 )
 from hf_subbyte_moe.policy.allocation import Floats
-from hf_subbyte_moe.policy.policies import KEYS, VALUES, Measured
+from hf_subbyte_moe.policy.policies import KEYS, VALUES, Measured, side_codec
 
 
 SAMPLED_QUERIES = 64
 PROBE_TOKENS = 1024
-MIN_QUERIES = 8
 _MAX_LOGIT = 60.0  # of a misquantized key over the log-sum-exp; exp stays finite
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """How a module turns scores into probabilities.
+
+    Attributes:
+        scaling: factor of the scores.
+        softcap: ``softcap * tanh(score / softcap)``, or None.
+        sink_logits: ``[HQ]`` logit of a sink in each head's softmax, or None.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+
+    def cap(self, scores: Tensor) -> Tensor:
+        """Scaled scores, capped."""
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
+
+def attention_states(first: Tensor, second: Tensor, latent: bool) -> tuple[Tensor, Tensor]:
+    """The two stored sides ``[..., D]`` as keys and values; of a latent cache: latent, and rotary part of the key."""
+    return (torch.cat([first, second], dim=-1), first) if latent else (first, second)
 
 
 @dataclass(frozen=True)
@@ -105,9 +128,10 @@ class RowProbe:
         query: Tensor,
         query_index: Tensor,
         exact: ExactTokens,
-        tiles: tuple[PackedTiles, PackedTiles] | None,
-        scaling: float,
+        tiles: AttentionTiles | None,
+        form: AttentionForm,
         weight: Tensor | None,
+        latent: bool = False,
     ) -> None:
         """Attend once.
 
@@ -116,12 +140,14 @@ class RowProbe:
             query_index: ``[S]`` their positions in the row.
             exact: the row's exact tokens ``[1, H, E, D]`` with the mask of these queries.
             tiles: the row's packed keys and values, or None.
-            scaling: factor of the scores.
+            form: scores to probabilities.
             weight: ``[hidden, HQ * Dv]`` output projection, or None.
+            latent: the sides are a latent, which is value and part of the key, and the rest of the key.
         """
-        keys, values = tiles if tiles is not None else (None, None)
-        result: AttentionResult = decode_attention(query.unsqueeze(0), exact, keys, values, scaling)
-        self.query, self.query_index, self.scaling = query.float(), query_index, scaling
+        result: AttentionResult = decode_attention(
+            query.unsqueeze(0), exact, tiles, form.scaling, form.softcap, form.sink_logits
+        )
+        self.query, self.query_index, self._form, self._latent = query.float(), query_index, form, latent
         self.output, self.lse = result.output[0], result.lse[0]
         self.entropy = result.entropy[0]
         self._heads = exact.keys.shape[1]
@@ -148,8 +174,7 @@ class RowProbe:
 
     def measure(
         self,
-        keys: Tensor,
-        values: Tensor,
+        states: tuple[Tensor, Tensor],
         first_index: int,
         sides: tuple[SideCodec, SideCodec],
         first_tile: int,
@@ -159,21 +184,23 @@ class RowProbe:
         """Entropy, mass and the error of every candidate tier for one chunk.
 
         Args:
-            keys: ``[H, N, D]`` the chunk's exact keys, neighbours in the row; N at least 1.
-            values: ``[H, N, Dv]``.
+            states: ``[H, N, D]`` the chunk's exact states of both sides, neighbours in the row; N at least 1.
             first_index: position of the first token in the row.
-            sides: how keys and values of this row are quantized.
+            sides: how the sides of this row are quantized.
             first_tile: the chunk's first tile.
             tiles: its tiles.
             candidates: tiers to measure.
         """
-        stats = attention_statistics(self.query, self.query_index, self.lse, keys, first_index, self.scaling)
+        keys, _ = attention_states(*states, self._latent)
+        stats = attention_statistics(
+            self.query, self.query_index, self.lse, keys, first_index, self._form.scaling, self._form.softcap
+        )
         probed = self._probe_tokens(stats.weight)
         total = stats.weight.sum(-1)
         covered = stats.weight.gather(1, probed).sum(-1)
         # [H]: everything's weight over that of the probed tokens
         share = torch.where(covered > 0, total / covered.clamp(min=torch.finfo(torch.float32).tiny), 0)
-        errors = self._tier_errors(keys, values, probed, first_index, sides, candidates)
+        errors = self._tier_errors(states, probed, first_index, sides, candidates)
         errors = errors * share[:, None, None]
         inside = (self.query_index >= first_index) & (self.query_index < first_index + keys.shape[1])
         chosen = inside if bool(inside.any()) else torch.ones_like(inside)
@@ -190,36 +217,39 @@ class RowProbe:
 
     def _tier_errors(
         self,
-        keys: Tensor,
-        values: Tensor,
+        states: tuple[Tensor, Tensor],
         probed: Tensor,
         first_index: int,
         sides: tuple[SideCodec, SideCodec],
         candidates: Sequence[Codec],
     ) -> Tensor:
-        """``[H, 2, C]`` errors with only the probed tokens quantized."""
+        """``[H, 2, C]`` errors with only the probed tokens of one side quantized."""
         heads, count = probed.shape
-        key = _take(keys, probed)
-        value = _take(values, probed)
-        query = self.query.reshape(heads, -1, self.query.shape[-1]) * self.scaling  # [H, G * S, D]
+        taken = [_take(side, probed) for side in states]
+        query = self.query.reshape(heads, -1, self.query.shape[-1]) * self._form.scaling  # [H, G * S, D]
         lse = self.lse.reshape(heads, -1, 1)
         output = self.output.reshape(heads, -1, self.output.shape[-1])
         seen = (probed + first_index).unsqueeze(1) <= self.query_index.unsqueeze(-1)  # [H, S, J]
         unseen = ~seen.repeat(1, query.shape[1] // seen.shape[1], 1)
-        weights = torch.exp(query @ key.transpose(-1, -2) - lse).masked_fill(unseen, 0)
+
+        def weights_of(key: Tensor) -> Tensor:
+            logits = self._form.cap(query @ key.transpose(-1, -2)) - lse
+            return torch.exp(logits.clamp(max=_MAX_LOGIT)).masked_fill(unseen, 0)
+
+        key, value = attention_states(taken[KEYS], taken[VALUES], self._latent)
+        weights = weights_of(key)
         rest = output - weights @ value  # what the tokens that stay exact contribute
         rest_mass = 1 - weights.sum(-1, keepdim=True)
-        errors = torch.empty(heads, 2, len(candidates), device=keys.device)
+        errors = torch.empty(heads, 2, len(candidates), device=key.device)
         for number, codec in enumerate(candidates):
-            new_key = _round_trip(sides[KEYS], key, codec)[:, :count]
-            new_value = _round_trip(sides[VALUES], value, codec)[:, :count]
-            logits = (query @ new_key.transpose(-1, -2) - lse).clamp(max=_MAX_LOGIT)
-            new_weights = torch.exp(logits).masked_fill(unseen, 0)
-            mass = (rest_mass + new_weights.sum(-1, keepdim=True)).clamp(min=torch.finfo(torch.float32).eps)
-            by_keys = (rest + new_weights @ value) / mass - output
-            by_values = weights @ (new_value - value)
-            errors[:, KEYS, number] = self._error(by_keys.view_as(self.output))
-            errors[:, VALUES, number] = self._error(by_values.view_as(self.output))
+            for side in (KEYS, VALUES):
+                changed = list(taken)
+                changed[side] = _round_trip(sides[side], taken[side], side_codec(codec, side, self._latent))[:, :count]
+                new_key, new_value = attention_states(changed[KEYS], changed[VALUES], self._latent)
+                new_weights = weights if side == VALUES and not self._latent else weights_of(new_key)
+                mass = (rest_mass + new_weights.sum(-1, keepdim=True)).clamp(min=torch.finfo(torch.float32).eps)
+                difference = (rest + new_weights @ new_value) / mass - output
+                errors[:, side, number] = self._error(difference.view_as(self.output))
         return errors
 
 

@@ -10,8 +10,17 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_subbyte_moe.codecs import Codec, Table, get_codec
 from hf_subbyte_moe.codecs.codebooks import universal_table
-from hf_subbyte_moe.ops import TILE_TOKENS, ExactTokens
-from hf_subbyte_moe.policy import CANDIDATES, KEYS, VALUES, RowProbe, SideCodec, output_weight, sample_positions
+from hf_subbyte_moe.ops import TILE_TOKENS, AttentionTiles, ExactTokens
+from hf_subbyte_moe.policy import (
+    CANDIDATES,
+    KEYS,
+    VALUES,
+    AttentionForm,
+    RowProbe,
+    SideCodec,
+    output_weight,
+    sample_positions,
+)
 from hf_subbyte_moe.policy import statistics as statistics_module
 from support.packing import CPU, gaussian, packed_side, rotation
 
@@ -42,11 +51,11 @@ class Row:
     sides: tuple[SideCodec, SideCodec]
 
     def probe(self) -> RowProbe:
-        return RowProbe(self.query, self.index, self.exact, None, SCALING, self.weight)
+        return RowProbe(self.query, self.index, self.exact, None, AttentionForm(SCALING), self.weight)
 
     def measure(self, candidates: tuple[Codec, ...] = CANDIDATES) -> statistics_module.Measured:
         keys, values = self.exact.keys[0, :, self.chunk], self.exact.values[0, :, self.chunk]
-        return self.probe().measure(keys, values, FIRST, self.sides, 0, 1, candidates)
+        return self.probe().measure((keys, values), FIRST, self.sides, 0, 1, candidates)
 
     def attend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Layer output ``[S, hidden]`` and probabilities ``[HQ, S, E]``, fp64."""
@@ -177,7 +186,7 @@ def test_the_entropy_of_a_chunk_is_that_of_its_own_queries() -> None:
     assert int(inside.sum()) == 2
     np.testing.assert_allclose(row.measure().entropy, entropy[:, :, inside].mean((1, 2)), rtol=1e-5)
     keys, values = row.exact.keys[0, :, :FIRST], row.exact.values[0, :, :FIRST]  # no query was sampled in here
-    first = row.probe().measure(keys, values, 0, row.sides, 7, 3, CANDIDATES)
+    first = row.probe().measure((keys, values), 0, row.sides, 7, 3, CANDIDATES)
     np.testing.assert_allclose(first.entropy, entropy.mean((1, 2)), rtol=1e-5)
     assert (first.first_tile, first.tiles) == (7, 3)
 
@@ -188,18 +197,20 @@ def test_packed_tiles_count_as_context() -> None:
     lead = gaussian(1, HEADS, 1, TILE_TOKENS, DIM, seed=8), gaussian(1, HEADS, 1, TILE_TOKENS, DIM, seed=9)
     tiers = [[["exact"]] * HEADS]
     sides = packed_side(lead[0], tiers, None)[0], packed_side(lead[1], tiers, None)[0]
-    packed = RowProbe(row.query, row.index, row.exact, sides, SCALING, None)
+    packed = RowProbe(
+        row.query, row.index, row.exact, AttentionTiles((sides[0],), sides[1]), AttentionForm(SCALING), None
+    )
     seen = torch.ones(1, len(row.index), TILE_TOKENS, dtype=torch.bool)
     flat = ExactTokens(
         torch.cat([lead[0].flatten(2, 3), row.exact.keys], dim=2),
         torch.cat([lead[1].flatten(2, 3), row.exact.values], dim=2),
         torch.cat([seen, row.exact.visible], dim=2),
     )
-    dense = RowProbe(row.query, row.index, flat, None, SCALING, None)
+    dense = RowProbe(row.query, row.index, flat, None, AttentionForm(SCALING), None)
     torch.testing.assert_close(packed.entropy, dense.entropy, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(packed.lse, dense.lse)
     chunk = row.exact.keys[0, :, row.chunk], row.exact.values[0, :, row.chunk]
-    errors = [probe.measure(*chunk, FIRST, row.sides, 0, 1, CANDIDATES).errors for probe in (packed, dense)]
+    errors = [probe.measure(chunk, FIRST, row.sides, 0, 1, CANDIDATES).errors for probe in (packed, dense)]
     np.testing.assert_allclose(errors[0], errors[1], rtol=1e-3)
 
 

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from hf_subbyte_moe.codecs import get_codec
-from subbyte_kernels.decode_attention import AttentionResult, ExactTokens, decode_attention_reference, reference
+from subbyte_kernels.decode_attention import (
+    AttentionResult,
+    AttentionTiles,
+    ExactTokens,
+    decode_attention_reference,
+    reference,
+)
 from subbyte_kernels.formats import NO_PAGE, TILE_TOKENS, PackedTiles, page_slots
 from support.packing import TIERS, gaussian, generator, packed_side, rotation
 
@@ -64,8 +70,12 @@ class Case:
             for row, count in enumerate(counts)
         ]
 
+    @property
+    def tiles(self) -> AttentionTiles:
+        return AttentionTiles((self.keys,), self.values)
+
     def run(self, softcap: float | None = None) -> AttentionResult:
-        return decode_attention_reference(self.query, self.exact, self.keys, self.values, self.scaling, softcap)
+        return decode_attention_reference(self.query, self.exact, self.tiles, self.scaling, softcap)
 
     def oracle(self, softcap: float | None = None) -> AttentionResult:
         return dense_attention(
@@ -172,7 +182,7 @@ def test_one_mask_for_all_queries_equals_the_same_mask_for_each() -> None:
 
 def test_without_tiles_only_exact_tokens_count() -> None:
     case = Case("vq3", "vq3", queries=2)
-    result = decode_attention_reference(case.query, case.exact, None, None, case.scaling)
+    result = decode_attention_reference(case.query, case.exact, None, case.scaling)
     case.keys = replace(case.keys, pages=torch.full_like(case.keys.pages, NO_PAGE))
     assert_same(result, case.oracle())
     case.keys, case.values = (replace(side, pages=side.pages[:, :, :0]) for side in (case.keys, case.values))
@@ -181,7 +191,7 @@ def test_without_tiles_only_exact_tokens_count() -> None:
 
 def test_a_block_in_which_no_row_has_a_tile_counts_for_nothing() -> None:
     case = Case("vq3", "vq3", queries=2)
-    expected = decode_attention_reference(case.query, case.exact, None, None, case.scaling)
+    expected = decode_attention_reference(case.query, case.exact, None, case.scaling)
     missing = torch.full_like(case.keys.pages, NO_PAGE)
     case.keys, case.values = (replace(side, pages=missing) for side in (case.keys, case.values))
     assert_same(case.run(), expected)
@@ -198,8 +208,7 @@ def test_a_row_that_sees_nothing_gives_zeros(with_tiles: bool) -> None:
     case = Case("vq3", "vq3", queries=2, counts=(2, 0))
     case.exact.visible[1] = False
     case.exact.visible[0, 0] = True
-    sides = (case.keys, case.values) if with_tiles else (None, None)
-    result = decode_attention_reference(case.query, case.exact, *sides, case.scaling)
+    result = decode_attention_reference(case.query, case.exact, case.tiles if with_tiles else None, case.scaling)
     assert not result.output[1].any()
     assert (result.lse[1] == -torch.inf).all()
     assert not result.entropy[1].any()
@@ -210,9 +219,9 @@ def test_a_row_that_sees_nothing_gives_zeros(with_tiles: bool) -> None:
 
 def test_a_single_query_that_sees_nothing_does_not_disturb_the_others() -> None:
     case = Case("vq3", "vq3", queries=3)
-    expected = decode_attention_reference(case.query, case.exact, None, None, case.scaling)
+    expected = decode_attention_reference(case.query, case.exact, None, case.scaling)
     case.exact.visible[0, 1] = False
-    result = decode_attention_reference(case.query, case.exact, None, None, case.scaling)
+    result = decode_attention_reference(case.query, case.exact, None, case.scaling)
     assert not result.output[0, :, 1].any()
     assert (result.lse[0, :, 1] == -torch.inf).all()
     others = [0, 2]
@@ -255,7 +264,7 @@ def test_splitting_queries_gives_the_same_result(max_scores: int, monkeypatch: p
     case = Case(["vq175", "fp6"], "vq2", queries=7, group=3)
     whole = case.run(softcap=20.0)
     shared = ExactTokens(case.exact.keys, case.exact.values, case.exact.visible[:, :1])
-    one_mask = decode_attention_reference(case.query, shared, case.keys, case.values, case.scaling)
+    one_mask = decode_attention_reference(case.query, shared, case.tiles, case.scaling)
     lengths = []
     absorb = reference._absorb_tiles
 
@@ -268,7 +277,7 @@ def test_splitting_queries_gives_the_same_result(max_scores: int, monkeypatch: p
     assert_same(case.run(softcap=20.0), whole)
     assert len(lengths) == 7
     assert set(lengths) == {3}
-    assert_same(decode_attention_reference(case.query, shared, case.keys, case.values, case.scaling), one_mask)
+    assert_same(decode_attention_reference(case.query, shared, case.tiles, case.scaling), one_mask)
 
 
 def test_large_scores_neither_overflow_nor_lose_the_lse() -> None:
@@ -313,3 +322,29 @@ def test_low_precision_queries_are_computed_in_fp32(dtype: torch.dtype) -> None:
     case.query = case.query.to(dtype)
     case.exact = ExactTokens(case.exact.keys.to(dtype), case.exact.values.to(dtype), case.exact.visible)
     assert_same(case.run(), case.oracle())
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_sinks_in_the_softmax_take_their_share(queries: int) -> None:
+    case = Case("fp6", "vq2", queries=queries)
+    sinks = torch.tensor([-20.0, 0.0, 2.0, 30.0])
+    result = decode_attention_reference(case.query, case.exact, case.tiles, case.scaling, None, sinks)
+    plain = case.run()
+    left = torch.sigmoid(plain.lse - sinks[:, None])
+    torch.testing.assert_close(result.output, plain.output * left.unsqueeze(-1), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(result.lse, torch.logaddexp(plain.lse, sinks[:, None].expand_as(plain.lse)))
+    shares = torch.stack([left, 1 - left])
+    mixed = torch.special.entr(shares).sum(0) / torch.log(torch.tensor(2.0)) + left * plain.entropy
+    torch.testing.assert_close(result.entropy, mixed, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("first", "second"), [("fp6", "vq4"), ("vq2", "fp6"), ("exact", "nuq2"), ("vq175", "exact")])
+def test_a_latent_is_value_and_part_of_the_key(first: str, second: str) -> None:
+    """Keys of two parts, the first of which is the value too, mean and all."""
+    case = Case(first, second, heads=1, group=4, queries=2, dims=(64, 16))
+    query = 2 * gaussian(2, 4, 2, 80, seed=11)
+    exact = ExactTokens(torch.cat([case.exact.keys, case.exact.values], dim=-1), case.exact.keys, case.exact.visible)
+    tiles = AttentionTiles((case.keys, case.values), case.keys)
+    result = decode_attention_reference(query, exact, tiles, case.scaling)
+    dense_keys = torch.cat([case.dense_keys, case.dense_values], dim=-1)
+    assert_same(result, dense_attention(query, exact, case.keys, dense_keys, case.dense_keys, case.scaling, None))

@@ -4,7 +4,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GraniteMoeConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    PhiConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 
 VOCABULARY = 128
@@ -23,14 +41,49 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _MOE: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
-CONFIGS: dict[str, Callable[..., Any]] = {
-    "llama": lambda **options: LlamaConfig(**{**_COMMON, **options}),
-    "mixtral": lambda **options: MixtralConfig(**{**_COMMON, **_MOE, "sliding_window": None, **options}),
-    "qwen3_moe": lambda **options: Qwen3MoeConfig(
-        **{**_COMMON, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, **options}
-    ),
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SLIDING: dict[str, Any] = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
 }
-KINDS = tuple(CONFIGS)
+
+
+def _make(cls: Callable[..., Any], **own: Any) -> Callable[..., Any]:
+    return lambda **options: cls(**{**_COMMON, **own, **options})
+
+
+# a new family is one line here: the conformance test of tests/cache/test_families.py does the rest
+CONFIGS: dict[str, Callable[..., Any]] = {
+    "llama": _make(LlamaConfig),
+    "mistral": _make(MistralConfig, sliding_window=None),
+    "qwen2": _make(Qwen2Config, head_dim=16),
+    "qwen3": _make(Qwen3Config),
+    "gemma2": _make(Gemma2Config, **_SLIDING, query_pre_attn_scalar=16),
+    "gemma3": _make(Gemma3TextConfig, **_SLIDING, query_pre_attn_scalar=16),
+    "phi": _make(PhiConfig),
+    "mixtral": _make(MixtralConfig, **_MOE, sliding_window=None),
+    "qwen2_moe": _make(Qwen2MoeConfig, **_EXPERTS, shared_expert_intermediate_size=32),
+    "qwen3_moe": _make(Qwen3MoeConfig, **_EXPERTS),
+    "olmoe": _make(OlmoeConfig, **_EXPERTS),
+    "gpt_oss": _make(GptOssConfig, **_MOE, **_SLIDING),
+    "granitemoe": _make(GraniteMoeConfig, **_MOE),
+    "deepseek_v2": _make(DeepseekV2Config, **_LATENT, topk_method="group_limited_greedy"),
+    "deepseek_v3": _make(DeepseekV3Config, **_LATENT, head_dim=8),
+}
+FAMILIES = tuple(CONFIGS)
+KINDS = ("llama", "mixtral", "qwen3_moe")  # where one of each kind is enough
 
 
 def tiny_model(kind: str = "llama", seed: int = 0, **options: Any) -> PreTrainedModel:
@@ -38,11 +91,15 @@ def tiny_model(kind: str = "llama", seed: int = 0, **options: Any) -> PreTrained
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[kind](**options), dtype=torch.float32)
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.mul_(4)
-            layer.self_attn.v_proj.weight.mul_(3)
-        model.model.embed_tokens.weight.mul_(20)
-        model.lm_head.weight.mul_(20)
+        for name, weight in model.named_parameters():
+            if "q_proj" in name or "q_b_proj" in name:
+                weight.mul_(4)
+            elif "v_proj" in name or "kv_b_proj" in name:
+                weight.mul_(3)
+            elif "embed_tokens" in name or "lm_head" in name:
+                weight.mul_(20)
+            elif name.endswith("sinks"):
+                weight.normal_()
     return model.eval()
 
 

@@ -26,7 +26,13 @@ class TokenStatistics:
 
 
 def attention_statistics_reference(
-    query: Tensor, query_index: Tensor, lse: Tensor, keys: Tensor, first_index: int, scaling: float
+    query: Tensor,
+    query_index: Tensor,
+    lse: Tensor,
+    keys: Tensor,
+    first_index: int,
+    scaling: float,
+    softcap: float | None = None,
 ) -> TokenStatistics:
     """Attention mass and squared weight of each token.
 
@@ -37,6 +43,7 @@ def attention_statistics_reference(
         keys: ``[H, N, D]`` the tokens in question, neighbours in the row.
         first_index: position in the row of the first of them.
         scaling: factor of the scores.
+        softcap: ``softcap * tanh(score / softcap)``, or None.
 
     Returns:
         Mass and weights; tokens after a query count for nothing.
@@ -52,7 +59,10 @@ def attention_statistics_reference(
         part = keys[:, start : start + _BLOCK_TOKENS]
         index = torch.arange(first_index + start, first_index + start + part.shape[1], device=keys.device)
         seen = (index <= query_index.unsqueeze(-1)).repeat(group, 1)
-        weights = torch.exp(rows @ part.float().transpose(-1, -2) - rows_lse).masked_fill(~seen, 0)
+        scores = rows @ part.float().transpose(-1, -2)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = torch.exp(scores - rows_lse).masked_fill(~seen, 0)
         mass += weights.sum((1, 2))
         weight[:, start : start + part.shape[1]] = weights.square_().sum(1)
     return TokenStatistics(mass / rows.shape[1], weight)

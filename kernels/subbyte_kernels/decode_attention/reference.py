@@ -6,10 +6,11 @@ block, whatever the context. Everything packed lives in one space per side, the 
 and the sum over values is rotated back once.
 
     score(q, k) = scaling * (q . mean + scale_k * (R q) . code_k)
-    output      = R^T sum_k p_k scale_k code_k
+    output      = R^T sum_k p_k (R mean + scale_k code_k)
 
-Tiers that are stored unrotated (``RAW``, ``FLOAT8``, ``SCALAR``) are brought into that space after decoding.
-Everything is fp32.
+Keys may consist of parts that lie side by side (latent attention: the latent, and the rotary part of the key), each
+with its own tiles; the values may be one of these parts and are then decoded once. Tiers that are stored unrotated
+(``RAW``, ``FLOAT8``, ``SCALAR``) are brought into the rotated space after decoding. Everything is fp32.
 """
 
 from collections.abc import Iterator
@@ -42,13 +43,26 @@ class ExactTokens:
 
 
 @dataclass(frozen=True)
+class AttentionTiles:
+    """The packed tiles that a query attends to.
+
+    Attributes:
+        keys: parts of the keys, side by side; their widths add up to the query's.
+        values: the values; may be one of the parts.
+    """
+
+    keys: tuple[PackedTiles, ...]
+    values: PackedTiles
+
+
+@dataclass(frozen=True)
 class AttentionResult:
     """Outputs and the quantities that statistics need.
 
     Attributes:
         output: ``[B, HQ, Sq, Dv]`` fp32; zero where a query sees nothing.
         lse: ``[B, HQ, Sq]`` fp32, natural logarithm of the softmax denominator; -inf where a query sees nothing.
-        entropy: ``[B, HQ, Sq]`` fp32 in bits.
+        entropy: ``[B, HQ, Sq]`` fp32 in bits; a sink in the softmax counts as one more token.
     """
 
     output: Tensor
@@ -59,14 +73,24 @@ class AttentionResult:
 class _Softmax:
     """Running softmax over blocks: maximum, denominator, weighted values, weighted scores."""
 
-    def __init__(self, rows: torch.Size, value_dim: int, device: torch.device) -> None:
-        self.maximum = torch.full(rows, -torch.inf, device=device)
-        self.total = torch.zeros(rows, device=device)
-        self.score = torch.zeros(rows, device=device)
+    def __init__(self, rows: torch.Size, value_dim: int, device: torch.device, sink: Tensor | None) -> None:
+        """``sink``: ``[1, H, R]`` logits that take part without a value, or None."""
+        self.maximum = torch.full(rows, -torch.inf, device=device) if sink is None else sink.expand(rows).clone()
+        self.total = torch.full(rows, 0.0 if sink is None else 1.0, device=device)
+        self.score = torch.zeros(rows, device=device) if sink is None else self.maximum.clone()
         self.output = torch.zeros(*rows, value_dim, device=device)
 
-    def absorb(self, scores: Tensor, values: Tensor, value_scales: Tensor | None) -> None:
-        """Add a block: ``[B, H, R, n]`` scores (-inf where masked), ``[B, H, n, Dv]``, ``[B, H, 1, n]``."""
+    def absorb(
+        self, scores: Tensor, values: Tensor, value_scales: Tensor | None, value_mean: Tensor | None = None
+    ) -> None:
+        """Add a block.
+
+        Args:
+            scores: ``[B, H, R, n]``, -inf where masked.
+            values: ``[B, H, n, Dv]`` in units of the scales.
+            value_scales: ``[B, H, 1, n]``, or None.
+            value_mean: ``[B, H, 1, Dv]`` to add to every value, or None.
+        """
         maximum = torch.maximum(self.maximum, scores.amax(-1))
         base = maximum.masked_fill(maximum == -torch.inf, 0)
         weights = torch.exp(scores - base.unsqueeze(-1))
@@ -76,6 +100,8 @@ class _Softmax:
         self.score = self.score * keep + (weights * scores.clamp(min=torch.finfo(scores.dtype).min)).sum(-1)
         scaled = weights if value_scales is None else weights * value_scales
         self.output = self.output * keep.unsqueeze(-1) + scaled @ values
+        if value_mean is not None:
+            self.output = self.output + weights.sum(-1, keepdim=True) * value_mean
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         total = self.total.clamp(min=torch.finfo(torch.float32).tiny)
@@ -157,20 +183,20 @@ def _cap(scores: Tensor, softcap: float | None) -> Tensor:
 def decode_attention_reference(
     query: Tensor,
     exact: ExactTokens,
-    keys: PackedTiles | None,
-    values: PackedTiles | None,
+    tiles: AttentionTiles | None,
     scaling: float,
     softcap: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> AttentionResult:
     """Attention of every query over a row's exact tokens and all of its packed tiles.
 
     Args:
         query: ``[B, HQ, Sq, D]``; HQ a multiple of H. Packed tiles are older than every query.
         exact: tokens held exactly, with their mask.
-        keys: packed keys, or None without tiles.
-        values: packed values with the same tiles, or None.
+        tiles: packed tokens, or None.
         scaling: factor of the scores.
         softcap: ``softcap * tanh(score / softcap)`` before the mask, or None.
+        sink_logits: ``[HQ]`` logit of a sink in each head's softmax, or None.
 
     Returns:
         Output, log-sum-exp and entropy of every query.
@@ -185,7 +211,7 @@ def decode_attention_reference(
             part = slice(start, start + step)
             visible = exact.visible if exact.visible.shape[1] == 1 else exact.visible[:, part]
             piece = ExactTokens(exact.keys, exact.values, visible)
-            parts.append(decode_attention_reference(query[:, :, part], piece, keys, values, scaling, softcap))
+            parts.append(decode_attention_reference(query[:, :, part], piece, tiles, scaling, softcap, sink_logits))
         return AttentionResult(
             torch.cat([part.output for part in parts], dim=2),
             torch.cat([part.lse for part in parts], dim=2),
@@ -193,12 +219,13 @@ def decode_attention_reference(
         )
     # [B, H, group * Sq, D]: the whole group of a KV head is one block of rows
     rows = query.float().reshape(batch, heads, group * length, dim) * scaling
-    softmax = _Softmax(rows.shape[:3], exact.values.shape[-1], query.device)
+    sink = None if sink_logits is None else sink_logits.float().repeat_interleave(length).view(1, heads, -1)
+    softmax = _Softmax(rows.shape[:3], exact.values.shape[-1], query.device, sink)
     for block_keys, block_values, mask in _blocks(exact, group, length):
         scores = _cap(rows @ block_keys.transpose(-1, -2), softcap).masked_fill(~mask, -torch.inf)
         softmax.absorb(scores, block_values, None)
-    if keys is not None and values is not None and keys.pages.shape[-1]:
-        _absorb_tiles(softmax, rows, keys, values, query.dtype, softcap)
+    if tiles is not None and tiles.values.pages.shape[-1]:
+        _absorb_tiles(softmax, rows, tiles, query.dtype, softcap)
     output, lse, entropy = softmax.finish()
     return AttentionResult(
         output.view(batch, query_heads, length, -1),
@@ -208,24 +235,28 @@ def decode_attention_reference(
 
 
 def _absorb_tiles(
-    softmax: _Softmax,
-    rows: Tensor,
-    keys: PackedTiles,
-    values: PackedTiles,
-    dtype: torch.dtype,
-    softcap: float | None,
+    softmax: _Softmax, rows: Tensor, tiles: AttentionTiles, dtype: torch.dtype, softcap: float | None
 ) -> None:
-    rotated = rows @ keys.rotation.t()
-    offset = 0 if keys.mean is None else (rows @ keys.mean.unsqueeze(-1))
+    parts = rows.split([part.head_dim for part in tiles.keys], dim=-1)
+    rotated = [query @ part.rotation.t() for query, part in zip(parts, tiles.keys, strict=True)]
+    offset = sum(
+        query @ part.mean.unsqueeze(-1) for query, part in zip(parts, tiles.keys, strict=True) if part.mean is not None
+    )
+    values = tiles.values
+    value_mean = None if values.mean is None else (values.mean @ values.rotation.t()).unsqueeze(2)
     softmax.output = softmax.output @ values.rotation.t()
-    tiles = keys.pages.shape[-1]
-    for first in range(0, tiles, BLOCK_TILES):
-        last = min(first + BLOCK_TILES, tiles)
-        codes, scales = gather_block(keys, first, last, dtype)
-        scores = _cap((rotated @ codes.transpose(-1, -2)) * scales + offset, softcap)
-        missing = keys.pages[:, :, first:last] < 0
+    count = values.pages.shape[-1]
+    for first in range(0, count, BLOCK_TILES):
+        last = min(first + BLOCK_TILES, count)
+        blocks = [gather_block(part, first, last, dtype) for part in tiles.keys]
+        scores = offset + sum(
+            (query @ codes.transpose(-1, -2)) * scales for query, (codes, scales) in zip(rotated, blocks, strict=True)
+        )
+        scores = _cap(scores, softcap)
+        missing = values.pages[:, :, first:last] < 0
         if missing.any():
             scores = scores.masked_fill(missing.repeat_interleave(TILE_TOKENS, -1).unsqueeze(2), -torch.inf)
-        codes, scales = gather_block(values, first, last, dtype)
-        softmax.absorb(scores, codes, scales)
+        shared = [block for part, block in zip(tiles.keys, blocks, strict=True) if part is values]
+        codes, scales = shared[0] if shared else gather_block(values, first, last, dtype)
+        softmax.absorb(scores, codes, scales, value_mean)
     softmax.output = softmax.output @ values.rotation
