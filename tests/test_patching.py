@@ -53,7 +53,7 @@ def test_wrong_options_leave_the_model_alone() -> None:
 
 def test_apply_refuses_a_model_that_is_not_supported() -> None:
     model = tiny_model("mixtral", sliding_window=8)
-    with pytest.raises(ValueError, match="no full attention"):
+    with pytest.raises(ValueError, match="no full-attention layer"):
         hf_subbyte_moe.apply(model)
     assert model.config._attn_implementation == "sdpa"
 

@@ -95,8 +95,6 @@ def test_unregister_and_register_again() -> None:
         ({"cache_config": {"policy": "magic"}}, "policy='magic' is not possible"),
         ({"cache_config": {"policy": "uniform:vq9"}}, "policy='uniform:vq9' is not possible"),
         ({"cache_config": {"policy": "entropy", "bits": 3}}, "bits=3 is not possible: policy 'entropy' fixes its own"),
-        ({"prefill_chunk_size": 4}, "does not support prefill_chunk_size"),
-        ({"prompt_lookup_num_tokens": 3}, "does not support assisted_generation"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_token(options: dict[str, object], message: str) -> None:
@@ -117,7 +115,7 @@ def test_padding_that_is_not_on_the_left_is_refused(mask: list[list[int]]) -> No
 def test_unsupported_models_are_refused_by_name() -> None:
     sliding = tiny_model("mixtral", sliding_window=8)
     with pytest.raises(
-        ValueError, match=r"'mixtral' has layers that are no full attention \(DynamicSlidingWindowLayer\)"
+        ValueError, match=r"'mixtral' has no full-attention layer to pack \(DynamicSlidingWindowLayer\)"
     ):
         sliding.generate(prompt(4), max_new_tokens=2, cache_implementation=CACHE_NAME)
     config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)

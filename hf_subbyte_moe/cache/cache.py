@@ -3,14 +3,17 @@
 Layers of other kinds, such as sliding windows, stay as Transformers makes them.
 """
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer, check_widths
 from hf_subbyte_moe.cache.packing import LayerStatistics
+from hf_subbyte_moe.cache.saving import cache_file, fill_cache, read_file, save_cache
 from hf_subbyte_moe.config import KVCacheConfig
 from hf_subbyte_moe.policy import make_policy
 
@@ -77,6 +80,34 @@ class EntropySubbyteCache(Cache):
     def statistics(self) -> dict[int, LayerStatistics]:
         """Layer index -> what it measured and chose; stays valid when the cache is gone."""
         return {index: layer.statistics for index, layer in self.packed_layers.items()}
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write everything that was read so far to a safetensors file, to go on from it later.
+
+        Args:
+            path: a file that ends in .safetensors, or a folder.
+        """
+        save_cache(self, cache_file(path))
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, config: PreTrainedConfig, device: torch.device | str = "cpu"
+    ) -> "EntropySubbyteCache":
+        """A cache that :meth:`save_pretrained` wrote.
+
+        Args:
+            path: the same path.
+            config: the model's (text) config.
+            device: where its tensors go.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it holds no cache, or one that does not fit the model.
+        """
+        notes, tensors = read_file(cache_file(path), device)
+        cache = cls(config, **notes["kv_config"])
+        fill_cache(cache, notes, tensors)
+        return cache
 
     def other_bytes(self) -> int:
         """Bytes of keys and values in the layers that do not pack."""

@@ -5,7 +5,7 @@ never looks at another one, so results do not depend on who shares a batch.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -112,6 +112,7 @@ class PackedRows:
         window: the exact tokens.
         store: the packed tiles.
         codecs: means, tables and rotations.
+        settled: per row the tiers ``[H, 2]`` that later tiles take, and the row's length at that time; newest last.
     """
 
     def __init__(
@@ -136,8 +137,7 @@ class PackedRows:
         self.store = TileStore(batch, heads, self._dims, key_states.device)
         self.codecs = RowCodecs(policy.tiers, config.codebook, key_states, value_states, latent)
         self.lengths: Ints = np.zeros(batch, dtype=np.int64)
-        # per row the tiers that later tiles take and the row's length when they were settled, newest last
-        self._settled: list[list[tuple[TierChoice, int]]] = [[] for _ in range(batch)]
+        self.settled: list[list[tuple[TierChoice, int]]] = [[] for _ in range(batch)]
         ledger.open(batch)
         statistics.chunks = [[] for _ in range(batch)]
 
@@ -184,7 +184,7 @@ class PackedRows:
 
     def pack_oldest(self, row: int, key: Tensor, value: Tensor) -> None:
         """Pack a row's oldest tile in the tiers that its prompt settled, or by prior knowledge."""
-        if not self._settled[row]:
+        if not self.settled[row]:
             first = int(self.store.counts[row])
             self._choose(row, [unmeasured(self._policy.tiers, self.heads, first, 1)], int(self.lengths[row]))
         self._pack(row, key, value, self._later_tiers(row)[None])
@@ -212,7 +212,7 @@ class PackedRows:
             old_key, old_value = self.window.read(row, first, held)
             recent_key = torch.cat([old_key, recent_key], dim=1)
             recent_value = torch.cat([old_value, recent_value], dim=1)
-        if more or (recent_key.shape[1] >= _MIN_REGION and not self._settled[row]):
+        if more or (recent_key.shape[1] >= _MIN_REGION and not self.settled[row]):
             region = more * TILE_TOKENS if more else recent_key.shape[1]
             part = (recent_key[:, :region], recent_value[:, :region])
             self.codecs.fit(row, *part, freeze=more > 0)
@@ -237,10 +237,10 @@ class PackedRows:
     ) -> TierChoice:
         """Measure a region of ``more`` tiles, if that is possible, and choose its tiers ``[more, H, 2]``."""
         probe = None
-        enough = _MIN_NEW_QUERIES if self._settled[row] else _MIN_QUERIES
+        enough = _MIN_NEW_QUERIES if self.settled[row] else _MIN_QUERIES
         if queries is not None and key.shape[1] >= enough:
             probe = self._probe(row, key, value, queries)
-        if probe is None and self._settled[row]:
+        if probe is None and self.settled[row]:
             return np.repeat(self._later_tiers(row)[None], more, axis=0)
         chunks = self._measure(row, region, more, probe)
         return self._choose(row, chunks, int(self.lengths[row]) + key.shape[1])
@@ -305,12 +305,12 @@ class PackedRows:
         for chunk, choice, tier_ids in zip(chunks, chosen, chosen_ids, strict=True):
             errors = np.take_along_axis(chunk.errors, choice[..., None], axis=-1)[..., 0]
             self._statistics.chunks[row].append(ChunkStatistics(**vars(chunk), tiers=tier_ids, chosen_errors=errors))
-        self._settled[row].append((chosen_ids[-1], length))
+        self.settled[row].append((chosen_ids[-1], length))
         return np.repeat(chosen_ids, [chunk.tiles for chunk in chunks], axis=0)
 
     def _later_tiers(self, row: int) -> TierChoice:
         """``[H, 2]`` tier ids of tiles that come without measurement: those of the last chunk that was settled."""
-        return self._settled[row][-1][0]
+        return self.settled[row][-1][0]
 
     def _pack(self, row: int, key: Tensor, value: Tensor, tiers: TierChoice) -> None:
         """Quantize whole tiles ``[H, n * 128, D]`` of a row in ``[n, H, 2]`` tiers and append them."""
@@ -401,10 +401,10 @@ class PackedRows:
             self.store.truncate(row, tiles)
             if not tiles:
                 self.codecs.thaw(row)
-        self._settled[row] = [settled for settled in self._settled[row] if settled[1] <= length]
+        self.settled[row] = [settled for settled in self.settled[row] if settled[1] <= length]
         kept = int(self.store.counts[row])
         self._statistics.chunks[row] = [
-            chunk for chunk in self._statistics.chunks[row] if chunk.first_tile < kept or self._settled[row]
+            chunk for chunk in self._statistics.chunks[row] if chunk.first_tile < kept or self.settled[row]
         ]
         self.lengths[row] = length
 
@@ -416,8 +416,27 @@ class PackedRows:
         self.store.select_rows(rows)
         self._ledger.select_rows(rows)
         self.lengths = self.lengths[rows]
-        self._settled = [list(self._settled[row]) for row in rows]
+        self.settled = [list(self.settled[row]) for row in rows]
         self._statistics.chunks = [list(self._statistics.chunks[row]) for row in rows]
+
+    # ------------------------------------------------------------------ saving
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor that is needed to go on elsewhere, and the counts as tensors."""
+        return {
+            "lengths": torch.from_numpy(self.lengths),
+            "window.keys": self.window.keys,
+            "window.values": self.window.values,
+            **self.store.state(),
+            **self.codecs.state(),
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Inverse of :meth:`state`, into rows that hold nothing yet."""
+        self.lengths = state["lengths"].cpu().numpy()
+        self.window.keys, self.window.values = state["window.keys"], state["window.values"]
+        self.store.load_state(state)
+        self.codecs.load_state(state)
 
     # ------------------------------------------------------------------ counting
 

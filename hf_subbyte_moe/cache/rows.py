@@ -4,7 +4,7 @@ A row's key mean and fitted tables come from the tokens that it packs first and 
 immutable and decode with them. Rows never share fitted state, so a row does not depend on its neighbours.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -104,6 +104,22 @@ class RowCodecs:
             for codec in self._tiers:
                 if codec.table is Table.CENTROIDS or self._online:
                     tables[codec.tier_id] = tables[codec.tier_id].index_select(0, rows)
+
+    def _own_tables(self) -> dict[str, tuple[int, int]]:
+        """Name -> side and tier of the tables that rows fitted themselves."""
+        own = [codec for codec in self._tiers if codec.table is Table.CENTROIDS or self._online]
+        return {f"table.{side}.{codec.name}": (side, codec.tier_id) for side in (KEYS, VALUES) for codec in own}
+
+    def state(self) -> dict[str, Tensor]:
+        """Means, and the tables that rows fitted."""
+        tables = {name: self._tables[side][tier] for name, (side, tier) in self._own_tables().items()}
+        return {"mean": self.mean, "frozen": torch.from_numpy(self._frozen), **tables}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Inverse of :meth:`state`."""
+        self.mean, self._frozen = state["mean"], state["frozen"].cpu().numpy()
+        for name, (side, tier) in self._own_tables().items():
+            self._tables[side][tier] = state[name]
 
     def table_bytes(self) -> int:
         """Bytes of codebooks and centroids; a universal one serves both sides."""

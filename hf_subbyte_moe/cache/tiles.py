@@ -6,7 +6,7 @@ or tiles were dropped, slots that no page names any more are free, and the lowes
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -21,20 +21,25 @@ Pages = NDArray[np.int32]
 
 
 class TilePool:
-    """Records of one tier at one width, ``[capacity, record_words]`` int32."""
+    """Records of one tier at one width.
+
+    Attributes:
+        records: ``[capacity, record_words]`` int32.
+        peak: slots that were ever in use at once.
+    """
 
     def __init__(self, record_words: int, device: torch.device) -> None:
         self.records = torch.empty(0, record_words, dtype=torch.int32, device=device)
         self._free: list[int] = []  # a heap
-        self._peak = 0
+        self.peak = 0
 
     def take(self, count: int) -> list[int]:
         """Reserve the lowest free slots, growing the pool where there are too few."""
         reused = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
         fresh = count - len(reused)
-        slots = [*reused, *range(self._peak, self._peak + fresh)]
-        self._peak += fresh
-        capacity = pool_capacity(self._peak)
+        slots = [*reused, *range(self.peak, self.peak + fresh)]
+        self.peak += fresh
+        capacity = pool_capacity(self.peak)
         if capacity > self.records.shape[0]:
             grown = self.records.new_empty(capacity, self.records.shape[1])
             grown[: self.records.shape[0]] = self.records
@@ -43,7 +48,7 @@ class TilePool:
 
     def keep_only(self, used: set[int]) -> None:
         """Free every slot that is not in ``used``."""
-        self._free = sorted(set(range(self._peak)) - used)
+        self._free = sorted(set(range(self.peak)) - used)
 
 
 class TileStore:
@@ -134,6 +139,22 @@ class TileStore:
             sides = [side for side in (0, 1) if self._widths[side] == width]
             pages = torch.from_numpy(self._pages[sides])
             pool.keep_only(set(page_slots(pages[page_tiers(pages) == tier_id]).tolist()))
+
+    def state(self) -> dict[str, Tensor]:
+        """Pages, counts and the used part of each pool."""
+        pools = {f"pool.{tier}.{width}": pool.records[: pool.peak] for (tier, width), pool in self._pools.items()}
+        return {"pages": torch.from_numpy(self._pages), "counts": torch.from_numpy(self.counts), **pools}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Inverse of :meth:`state`."""
+        self._pages, self.counts = state["pages"].cpu().numpy().copy(), state["counts"].cpu().numpy().copy()
+        for name, records in state.items():
+            if name.startswith("pool."):
+                tier, width = name.split(".")[1:]
+                pool = self._pools[(int(tier), int(width))] = TilePool(records.shape[1], self._device)
+                pool.take(len(records))
+                pool.records[: len(records)] = records
+        self._release()
 
     def tile_counts(self) -> dict[tuple[int, int], int]:
         """(tier id, width) -> tiles that rows see; a slot that two rows share counts twice."""

@@ -134,4 +134,4 @@ def test_operations_in_any_order_equal_a_plain_list(
         named = set(store._pages[store._pages >= 0].tolist())
         pools = list(store._pools.values())
         # every slot is either named by a page or free
-        assert len(named) + sum(len(pool._free) for pool in pools) == sum(pool._peak for pool in pools)
+        assert len(named) + sum(len(pool._free) for pool in pools) == sum(pool.peak for pool in pools)

@@ -1,0 +1,142 @@
+"""A cache in a safetensors file, for prompts that are read more often than they change.
+
+Tensors are stored as they lie in memory, packed ones packed; bookkeeping that is no tensor is JSON in the file's
+metadata. Universal tables are not stored: a tier's table never changes.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
+from hf_subbyte_moe.codecs import get_codec
+from hf_subbyte_moe.policy import ChunkStatistics
+
+
+if TYPE_CHECKING:
+    from hf_subbyte_moe.cache.cache import EntropySubbyteCache
+
+FILE_NAME = "entropy_subbyte_cache.safetensors"
+_METADATA_KEY = "entropy_subbyte_cache"
+_VERSION = 1
+_PLAIN_TENSORS = ("keys", "values")
+
+
+def cache_file(path: str | Path) -> Path:
+    """The file that a path means: itself if it ends in .safetensors, else ``FILE_NAME`` in that folder."""
+    path = Path(path)
+    return path if path.suffix == ".safetensors" else path / FILE_NAME
+
+
+def save_cache(cache: "EntropySubbyteCache", path: Path) -> None:
+    """Write a cache; its pending tokens, if any, are packed first."""
+    tensors: dict[str, Tensor] = {}
+    layers = []
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, EntropySubbyteLayer):
+            state, notes = _layer_state(layer)
+        else:
+            state, notes = _plain_state(layer)
+        tensors.update({f"{index}.{name}": tensor.contiguous().clone() for name, tensor in state.items()})
+        layers.append(notes)
+    notes = {"version": _VERSION, "kv_config": cache.kv_config.to_dict(), "layers": layers}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path, metadata={_METADATA_KEY: json.dumps(notes)})
+
+
+def read_file(path: Path, device: torch.device | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The notes and tensors of a cache file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it holds no cache, or one of a newer version.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no cache at {path}")
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            written = (file.metadata() or {}).get(_METADATA_KEY)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no cache file: {error}") from error
+    if written is None:
+        raise ValueError(f"{path} is a safetensors file, but holds no entropy_subbyte cache")
+    notes: dict[str, Any] = json.loads(written)
+    if notes["version"] > _VERSION:
+        raise ValueError(f"{path} is of version {notes['version']}; this release reads up to version {_VERSION}")
+    return notes, tensors
+
+
+def fill_cache(cache: "EntropySubbyteCache", notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Put what :func:`read_file` found into a new cache.
+
+    Raises:
+        ValueError: it was written for a model with other layers.
+    """
+    kinds = [entry["kind"] for entry in notes["layers"]]
+    if kinds != [type(layer).__name__ for layer in cache.layers]:
+        raise ValueError(
+            f"the file was written for a model of {len(kinds)} layers {sorted(set(kinds))}, not for this one"
+        )
+    for index, (layer, entry) in enumerate(zip(cache.layers, notes["layers"], strict=True)):
+        prefix = f"{index}."
+        state = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        if not state:
+            continue
+        if isinstance(layer, EntropySubbyteLayer):
+            _load_layer(layer, entry, state)
+        else:
+            _load_plain(layer, entry, state)
+
+
+def _layer_state(layer: EntropySubbyteLayer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    notes: dict[str, Any] = {"kind": type(layer).__name__, "length": layer.length, "record_past": layer.record_past}
+    if not layer.is_initialized:
+        return {}, notes
+    layer.settle_without_statistics()
+    notes["settled"] = [[[tiers.tolist(), length] for tiers, length in row] for row in layer.rows.settled]
+    notes["chunks"] = [[_chunk_notes(chunk) for chunk in row] for row in layer.statistics.chunks]
+    return {"starts": torch.from_numpy(layer.starts), **layer.rows.state()}, notes
+
+
+def _chunk_notes(chunk: ChunkStatistics) -> dict[str, Any]:
+    notes = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in vars(chunk).items()}
+    return {**notes, "candidates": [codec.name for codec in chunk.candidates]}
+
+
+def _chunk(notes: Mapping[str, Any]) -> ChunkStatistics:
+    fields: dict[str, Any] = dict(notes)
+    fields.update({key: np.array(value) for key, value in notes.items() if isinstance(value, list)})
+    fields["candidates"] = tuple(get_codec(name) for name in notes["candidates"])
+    return ChunkStatistics(**fields)
+
+
+def _load_layer(layer: EntropySubbyteLayer, notes: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+    if notes["record_past"]:
+        layer.activate_past_recording()
+    layer.lazy_initialization(state["window.keys"], state["window.values"])
+    layer.length, layer.starts = notes["length"], state["starts"].cpu().numpy()
+    layer.rows.load_state(state)
+    layer.rows.settled = [[(np.array(tiers), length) for tiers, length in row] for row in notes["settled"]]
+    layer.statistics.chunks = [[_chunk(chunk) for chunk in row] for row in notes["chunks"]]
+
+
+def _plain_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    notes = {"kind": type(layer).__name__, "cumulative_length": getattr(layer, "cumulative_length", None)}
+    tensors = {name: getattr(layer, name, None) for name in _PLAIN_TENSORS}
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}, notes
+
+
+def _load_plain(layer: Any, notes: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+    layer.lazy_initialization(state["keys"], state["values"])
+    for name in _PLAIN_TENSORS:
+        setattr(layer, name, state[name])
+    if notes["cumulative_length"] is not None:
+        layer.cumulative_length = notes["cumulative_length"]
