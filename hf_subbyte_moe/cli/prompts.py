@@ -29,10 +29,12 @@ class NeedlePrompt:
     Attributes:
         ids: ``[1, context]`` token ids.
         expected: the number that the model should answer.
+        question: the end of the prompt, which asks for it.
     """
 
     ids: Tensor
     expected: str
+    question: str
 
 
 def needle_prompt(
@@ -61,7 +63,8 @@ def needle_prompt(
         return ids
 
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    head, tail = start + encode(_HEAD), encode(_TAIL.format(key=key))
+    question = _TAIL.format(key=key)
+    head, tail = start + encode(_HEAD), encode(question)
     needle = encode(_NEEDLE.format(key=key, number=number))
     room = context - len(head) - len(needle) - len(tail)
     if room < 1:
@@ -69,4 +72,4 @@ def needle_prompt(
     body = encode(haystack or _NOISE)
     body = (body * (room // len(body) + 1))[:room]
     cut = round(depth * room)
-    return NeedlePrompt(torch.tensor([head + body[:cut] + needle + body[cut:] + tail]), number)
+    return NeedlePrompt(torch.tensor([head + body[:cut] + needle + body[cut:] + tail]), number, question)
