@@ -4,7 +4,7 @@ from hf_subbyte_moe.cache.attention import ATTENTION_NAME, PREVIOUS_ATTRIBUTE, r
 from hf_subbyte_moe.cache.cache import CACHE_NAME, EntropySubbyteCache, refuse_unsupported
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
 from hf_subbyte_moe.cache.mla import expand_again, pass_latents_on
-from hf_subbyte_moe.cache.packing import LayerStatistics
+from hf_subbyte_moe.cache.prompts import LayerStatistics
 
 
 __all__ = [

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_subbyte_moe.cache.handle import LayerView, PackedKV
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
 from hf_subbyte_moe.cache.mla import ExpandedView, absorb_query, expand, expand_output
-from hf_subbyte_moe.cache.packing import PromptQueries
+from hf_subbyte_moe.cache.prompts import PromptQueries
 from hf_subbyte_moe.cache.window import Ints
 from hf_subbyte_moe.ops import ExactTokens, decode_attention
 from hf_subbyte_moe.policy import AttentionForm, output_weight

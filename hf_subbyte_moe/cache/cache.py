@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer, check_widths
-from hf_subbyte_moe.cache.packing import LayerStatistics
+from hf_subbyte_moe.cache.prompts import LayerStatistics
 from hf_subbyte_moe.cache.saving import cache_file, fill_cache, read_file, save_cache
 from hf_subbyte_moe.config import KVCacheConfig
 from hf_subbyte_moe.policy import make_policy

@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_subbyte_moe.cache.handle import LayerView, PackedKV
-from hf_subbyte_moe.cache.packing import BitLedger, LayerStatistics, PackedRows, PromptQueries
+from hf_subbyte_moe.cache.packing import PackedRows
+from hf_subbyte_moe.cache.prompts import BitLedger, LayerStatistics, PromptQueries
 from hf_subbyte_moe.cache.window import Ints
 from hf_subbyte_moe.codecs.rotation import rotation_block
 from hf_subbyte_moe.config import KVCacheConfig

@@ -5,8 +5,7 @@ never looks at another one, so results do not depend on who shares a batch.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_subbyte_moe.accounting import TILE_TOKENS, LayerGeometry, tiles_of
+from hf_subbyte_moe.cache.prompts import BitLedger, LayerStatistics, PromptQueries
 from hf_subbyte_moe.cache.rows import RowCodecs
 from hf_subbyte_moe.cache.tiles import TileStore
 from hf_subbyte_moe.cache.window import ExactWindow, Ints
@@ -23,7 +23,6 @@ from hf_subbyte_moe.ops import AttentionTiles, ExactTokens, PackedTiles
 from hf_subbyte_moe.policy import (
     KEYS,
     VALUES,
-    AttentionForm,
     ChunkStatistics,
     Measured,
     Policy,
@@ -43,65 +42,6 @@ _MIN_NEW_QUERIES = 32  # queries that are worth measuring again what an earlier 
 _PACK_TILES = 512  # tiles quantized at once
 
 TierChoice = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class PromptQueries:
-    """What the attention call of new tokens brings along for measuring.
-
-    Attributes:
-        query: ``[B, HQ, q, D]`` queries of the new tokens.
-        form: scores to probabilities.
-        weight: ``[hidden, HQ * Dv]`` output projection, or None.
-        absorb: makes queries fit the stored keys where these are latents; None where they fit already.
-    """
-
-    query: Tensor
-    form: AttentionForm
-    weight: Tensor | None
-    absorb: Callable[[Tensor], Tensor] | None = None
-
-    def sample(self, row: int, positions: Tensor) -> Tensor:
-        """``[HQ, S, D]`` queries of one row."""
-        query = self.query[row : row + 1, :, positions]
-        return (query if self.absorb is None else self.absorb(query))[0]
-
-
-@dataclass
-class LayerStatistics:
-    """What one layer's prompts showed and what its policy chose; outlives the layer's tensors.
-
-    Attributes:
-        policy: name of the policy.
-        chunks: per row the chunks that were measured, oldest first.
-    """
-
-    policy: str
-    chunks: list[list[ChunkStatistics]] = field(default_factory=list)
-
-
-class BitLedger:
-    """Bits that a layer's rows were allowed but could not spend, for the next layer to use."""
-
-    def __init__(self, previous: "BitLedger | None") -> None:
-        self._previous = previous
-        self._unspent: NDArray[np.float64] = np.zeros(0)
-
-    def open(self, rows: int) -> None:
-        """Start with nothing left over."""
-        self._unspent = np.zeros(rows)
-
-    def inherited(self, row: int) -> float:
-        """What the layer before left for a row."""
-        return 0.0 if self._previous is None else float(self._previous._unspent[row])
-
-    def leave(self, row: int, bits: float) -> None:
-        """Leave bits of a row to the next layer; a debt is negative."""
-        self._unspent[row] = bits
-
-    def select_rows(self, rows: Ints) -> None:
-        """Keep, reorder or repeat rows."""
-        self._unspent = self._unspent[rows]
 
 
 class PackedRows:

@@ -27,7 +27,7 @@ _RANK_SPAN_BITS = 3.0  # how many bits apart the ends of a ranking are valued
 
 
 @dataclass(frozen=True)
-class ChunkStatistics:
+class Measured:
     """What sampled queries of a prompt say about one chunk of one row of one layer.
 
     Attributes:
@@ -38,8 +38,6 @@ class ChunkStatistics:
         errors: ``[H, 2, C]`` error of the layer's attention output if this head's keys or values alone had one of the
             policy's C tiers, relative to the output's energy; a prior where nothing was sampled.
         candidates: the policy's tiers.
-        tiers: ``[H, 2]`` tier ids chosen.
-        chosen_errors: ``[H, 2]`` the errors of these.
     """
 
     first_tile: int
@@ -48,20 +46,19 @@ class ChunkStatistics:
     mass: Floats
     errors: Floats
     candidates: Sequence[Codec]
-    tiers: NDArray[np.int64]
-    chosen_errors: Floats
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A chunk before its tiers are chosen; fields as in :class:`ChunkStatistics`."""
+class ChunkStatistics(Measured):
+    """A measured chunk and what its policy chose for it.
 
-    first_tile: int
-    tiles: int
-    entropy: Floats
-    mass: Floats
-    errors: Floats
-    candidates: Sequence[Codec]
+    Attributes:
+        tiers: ``[H, 2]`` tier ids.
+        chosen_errors: ``[H, 2]`` the errors of these.
+    """
+
+    tiers: NDArray[np.int64]
+    chosen_errors: Floats
 
 
 def prior_errors(candidates: Sequence[Codec], heads: int) -> Floats:

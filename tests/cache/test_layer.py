@@ -6,39 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import LlamaConfig
 
 import hf_subbyte_moe
-from hf_subbyte_moe.accounting import LayerGeometry, layer_bytes, pool_capacity, tiles_of
-from hf_subbyte_moe.cache import EntropySubbyteCache, EntropySubbyteLayer
+from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.codecs import codecs, get_codec
 from hf_subbyte_moe.compat import CACHE_KW, cache_of
 from hf_subbyte_moe.ops import page_slots, page_tiers
 from hf_subbyte_moe.policy import make_policy
+from support.layers import make_layer, put, states
 from support.models import left_padded, prompt, tiny_model
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model did not call:UserWarning")
 
 ALL_POLICIES = ("error", "entropy", "entropy_rank", *(f"uniform:{codec.name}" for codec in codecs()))
-
-
-def make_layer(head_dim: int = 64, **options: Any) -> EntropySubbyteLayer:
-    config = LlamaConfig(hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim, num_hidden_layers=1)
-    return EntropySubbyteCache(config, **options).layers[0]
-
-
-def states(rows: int, tokens: int, head_dim: int = 64, heads: int = 2, seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    key, value = (torch.randn(rows, heads, tokens, head_dim, generator=generator) for _ in range(2))
-    return key + 1, 3 * value
-
-
-def put(layer: EntropySubbyteLayer, key: Tensor, value: Tensor) -> None:
-    """Store tokens as a model without our attention function would."""
-    layer.update(key, value)
-    layer.settle_without_statistics()
 
 
 @pytest.mark.parametrize("operation", ["permute", "duplicate", "repeat", "select", "mask"])
@@ -174,38 +155,6 @@ def test_a10_constant_keys_need_the_fewest_bits() -> None:
     assert {round(choice.entropy, 1) for choice in choices if choice.entropy is not None} == {7.7}  # all tokens alike
 
 
-def reachable_storages(thing: Any, seen: set[int], found: dict[int, int]) -> None:
-    """Bytes of every distinct tensor storage that an object reaches."""
-    if id(thing) in seen:
-        return
-    seen.add(id(thing))
-    if isinstance(thing, Tensor):
-        storage = thing.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
-    elif isinstance(thing, dict):
-        for value in thing.values():
-            reachable_storages(value, seen, found)
-    elif isinstance(thing, (list, tuple, set)):
-        for value in thing:
-            reachable_storages(value, seen, found)
-    elif hasattr(thing, "__dict__"):
-        reachable_storages(vars(thing), seen, found)
-
-
-@pytest.mark.parametrize("policy", ["uniform:vq175", "uniform:nuq2", "error"])
-@pytest.mark.parametrize("codebook", ["universal", "online"])
-def test_a12_no_hidden_copy_stays_alive(policy: str, codebook: str) -> None:
-    layer = make_layer(policy=policy, codebook=codebook)
-    put(layer, *states(2, 600))
-    found: dict[int, int] = {}
-    reachable_storages(layer, set(), found)
-    rotations = layer.rows.codecs.rotations[0].nbytes  # a constant of the package, shared by all layers
-    pages = 2 * 2 * 2 * pool_capacity(3) * 4  # kept on the host outside of tensors
-    assert sum(found.values()) - rotations + pages == pytest.approx(layer.allocated_bytes(), rel=0.01)
-    plain = 2 * 2 * 600 * 64 * 2 * 4
-    assert layer.allocated_bytes() < 0.65 * plain
-
-
 @pytest.mark.parametrize("policy", ["uniform:vq2", "uniform:nuq2", "error"])
 @pytest.mark.parametrize("codebook", ["universal", "online"])
 def test_a12_a_row_is_quantized_without_looking_at_another(policy: str, codebook: str) -> None:
@@ -222,54 +171,6 @@ def test_a12_a_row_is_quantized_without_looking_at_another(policy: str, codebook
         ):
             assert tier == other
             assert torch.equal(left, right)
-
-
-@pytest.mark.parametrize("tier", [codec.name for codec in codecs()])
-@pytest.mark.parametrize(
-    ("rows", "tokens", "dtype"), [(1, 132, torch.float32), (1, 5000, torch.bfloat16), (3, 700, torch.float16)]
-)
-def test_bytes_equal_the_formula(tier: str, rows: int, tokens: int, dtype: torch.dtype) -> None:
-    layer = make_layer(policy=f"uniform:{tier}")
-    key, value = (part.to(dtype) for part in states(rows, tokens + 200))
-    put(layer, key[:, :, :tokens], value[:, :, :tokens])
-    codec = get_codec(tier)
-    for length in range(tokens, tokens + 201):
-        if length > tokens:
-            put(layer, key[:, :, length - 1 : length], value[:, :, length - 1 : length])
-        tiles = tiles_of(length, 4, 128)
-        geometry = LayerGeometry(rows, 2, 64, 64, dtype.itemsize, 128, 4)
-        record = 4 * codec.format.record_words(64, dtype.itemsize)
-        table = codec.format.entries * codec.format.vector_dim * 2
-        if tier == "nuq2":
-            table = 2 * rows * 2 * 4 * 4  # both sides, every row and head, four fp32 centroids
-        expected = layer_bytes(geometry, tiles, [(record, 2 * rows * 2 * tiles)], table)
-        assert layer.allocated_bytes() == expected, length
-
-
-@pytest.mark.parametrize(
-    ("heads", "head_dim", "tokens", "below_fp8", "below_bf16"),
-    [(2, 64, 16384, 0.71, 0.85), (8, 128, 65536, 0.75, 0.87)],
-)
-def test_vq175_is_as_small_as_promised(
-    heads: int, head_dim: int, tokens: int, below_fp8: float, below_bf16: float
-) -> None:
-    """By the formula that the test above holds to the measured bytes, everything counted."""
-    geometry = LayerGeometry(1, heads, head_dim, head_dim, 2, 128, 4)
-    tiles = tiles_of(tokens, 4, 128)
-    record = 4 * get_codec("vq175").format.record_words(head_dim)
-    total = layer_bytes(geometry, tiles, [(record, 2 * heads * tiles)], 128 * 4 * 2)
-    values = tokens * geometry.values_per_token
-    assert total <= (1 - below_fp8) * values
-    assert total <= (1 - below_bf16) * 2 * values
-
-
-def test_vq175_measured_at_16k() -> None:
-    layer = make_layer(policy="uniform:vq175")
-    key, value = (part.bfloat16() for part in states(1, 16384))
-    put(layer, key, value)
-    plain = key.nbytes + value.nbytes
-    assert layer.allocated_bytes() <= 0.15 * plain
-    assert layer.allocated_bytes() <= 0.29 * plain / 2
 
 
 @pytest.mark.parametrize("fill", [float("nan"), 3e38])

@@ -1,0 +1,70 @@
+"""What goes between a prompt's attention call, the packing of its layer, and whoever asks afterwards."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_subbyte_moe.cache.window import Ints
+from hf_subbyte_moe.policy import AttentionForm, ChunkStatistics
+
+
+@dataclass(frozen=True)
+class PromptQueries:
+    """What the attention call of new tokens brings along for measuring.
+
+    Attributes:
+        query: ``[B, HQ, q, D]`` queries of the new tokens.
+        form: scores to probabilities.
+        weight: ``[hidden, HQ * Dv]`` output projection, or None.
+        absorb: makes queries fit the stored keys where these are latents; None where they fit already.
+    """
+
+    query: Tensor
+    form: AttentionForm
+    weight: Tensor | None
+    absorb: Callable[[Tensor], Tensor] | None = None
+
+    def sample(self, row: int, positions: Tensor) -> Tensor:
+        """``[HQ, S, D]`` queries of one row."""
+        query = self.query[row : row + 1, :, positions]
+        return (query if self.absorb is None else self.absorb(query))[0]
+
+
+@dataclass
+class LayerStatistics:
+    """What one layer's prompts showed and what its policy chose; outlives the layer's tensors.
+
+    Attributes:
+        policy: name of the policy.
+        chunks: per row the chunks that were measured, oldest first.
+    """
+
+    policy: str
+    chunks: list[list[ChunkStatistics]] = field(default_factory=list)
+
+
+class BitLedger:
+    """Bits that a layer's rows were allowed but could not spend, for the next layer to use."""
+
+    def __init__(self, previous: "BitLedger | None") -> None:
+        self._previous = previous
+        self._unspent: NDArray[np.float64] = np.zeros(0)
+
+    def open(self, rows: int) -> None:
+        """Start with nothing left over."""
+        self._unspent = np.zeros(rows)
+
+    def inherited(self, row: int) -> float:
+        """What the layer before left for a row."""
+        return 0.0 if self._previous is None else float(self._previous._unspent[row])
+
+    def leave(self, row: int, bits: float) -> None:
+        """Leave bits of a row to the next layer; a debt is negative."""
+        self._unspent[row] = bits
+
+    def select_rows(self, rows: Ints) -> None:
+        """Keep, reorder or repeat rows."""
+        self._unspent = self._unspent[rows]
