@@ -126,6 +126,8 @@ def _check_call(model_kwargs: dict[str, Any], mode: GenerationMode) -> None:
     if mode not in _SUPPORTED_MODES:
         raise ValueError(f"cache_implementation={CACHE_NAME!r} does not support {mode.value}")
     mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.shape[-1] == 0:
+        raise ValueError("the prompt is empty: give at least one token")
     if mask is not None and mask.ndim == 2 and bool((mask[:, 1:] < mask[:, :-1]).any()):
         raise ValueError(
             f"cache_implementation={CACHE_NAME!r} supports left padding only: attention_mask hides tokens on the "

@@ -1,15 +1,16 @@
 """The same on a GPU: run with ``pytest -m gpu`` on a machine that has one."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hf_subbyte_moe.cache import CACHE_NAME
+from hf_subbyte_moe.cache import CACHE_NAME, EntropySubbyteCache
 from hf_subbyte_moe.cli.running import load_model, tensor_bytes
-from hf_subbyte_moe.compat import cache_of
+from hf_subbyte_moe.compat import CACHE_KW, cache_of
 from hf_subbyte_moe.explain import cache_size
-from support.models import KINDS, left_padded, prompt, tiny_model
+from support.models import FAMILIES, left_padded, prompt, tiny_model
 
 
 pytestmark = [
@@ -35,11 +36,14 @@ def ours(config: dict[str, Any]) -> dict[str, Any]:
     return {"cache_implementation": CACHE_NAME, "cache_config": config}
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_exact_tier_equals_dynamic_cache(kind: str, options: dict[str, Any]) -> None:
-    model = tiny_model(kind).cuda()
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3}, {"prefill_chunk_size": 60}], ids=["greedy", "beams", "chunked prefill"]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exact_tier_equals_dynamic_cache(family: str, options: dict[str, Any]) -> None:
+    model = tiny_model(family).cuda()
     ids, mask = left_padded([prompt(40, seed=1), prompt(170, seed=2)])
+    options = {**options, "max_new_tokens": 40}
     packed = generate(model, ids, mask, **options, **ours(EXACT))
     plain = generate(model, ids, mask, **options)
     assert torch.equal(packed.sequences, plain.sequences)
@@ -60,6 +64,22 @@ def test_a_packed_cache_gives_what_it_gives_on_the_cpu(policy: str, codebook: st
     for left, right in zip(on_gpu.logits, on_cpu.logits, strict=True):
         # a code on the border between two entries may fall to either side
         assert (left.cpu() - right).norm() <= 0.05 * right.norm()
+
+
+def test_prompt_lookup_equals_plain_decoding_and_a_saved_cache_moves_to_the_gpu(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    ids = prompt(80).repeat(1, 2)
+    on_cpu = generate(model, ids, **ours(EXACT))
+    cache_of(on_cpu).save_pretrained(tmp_path)
+    model.cuda()
+    packed = generate(model, ids, prompt_lookup_num_tokens=5, **ours(EXACT))
+    assert torch.equal(packed.sequences, generate(model, ids).sequences)
+    moved = EntropySubbyteCache.from_pretrained(tmp_path, model.config, device="cuda")
+    longer = torch.cat([on_cpu.sequences, prompt(20)], dim=1)
+    left = generate(model, longer, max_new_tokens=4, **{CACHE_KW: moved})
+    right = generate(model.cpu(), longer, max_new_tokens=4, **{CACHE_KW: cache_of(on_cpu)})
+    for one, other in zip(left.logits, right.logits, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-3, atol=1e-3)
 
 
 def test_a12_allocated_memory_falls_with_the_bits() -> None:

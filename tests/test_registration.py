@@ -112,6 +112,11 @@ def test_padding_that_is_not_on_the_left_is_refused(mask: list[list[int]]) -> No
         )
 
 
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        tiny_model().generate(prompt(4)[:, :0], max_new_tokens=2, cache_implementation=CACHE_NAME)
+
+
 def test_unsupported_models_are_refused_by_name() -> None:
     sliding = tiny_model("mixtral", sliding_window=8)
     with pytest.raises(
