@@ -38,19 +38,26 @@ def remember_cache(model: PreTrainedModel, cache: EntropySubbyteCache) -> None:
     setattr(model, STATISTICS_ATTRIBUTE, cache.statistics)
 
 
-def use_packed_attention(model: PreTrainedModel) -> bool:
-    """Put our attention function in front of the model's own; False where the model does not allow it."""
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Put our attention function in front of the model's own.
+
+    A model whose code does not allow that keeps its own; its cache then warns that nothing is measured.
+    """
     previous = model.config.get_text_config(decoder=True)._attn_implementation
-    if previous != ATTENTION_NAME:
-        if not model._can_set_attn_implementation():
-            return False
+    named = previous == ATTENTION_NAME  # by the caller, or by us before
+    if named:
+        previous = "sdpa" if model._supports_sdpa else "eager"
+    if model._can_set_attn_implementation() and not (named and _is_marked(model)):
         for module in model.modules():
             if getattr(module, "layer_idx", None) is not None:
                 setattr(module, PREVIOUS_ATTRIBUTE, previous)
             if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
                 pass_latents_on(module)
         model.set_attn_implementation(ATTENTION_NAME)
-    return True
+
+
+def _is_marked(model: PreTrainedModel) -> bool:
+    return any(hasattr(module, PREVIOUS_ATTRIBUTE) for module in model.modules())
 
 
 def apply(model: PreTrainedModel, config: Mapping[str, Any] | SubByteConfig | None = None) -> PreTrainedModel:

@@ -29,6 +29,7 @@ _SUPPORTED_MODES = (
     GenerationMode.BEAM_SAMPLE,
     GenerationMode.ASSISTED_GENERATION,
 )
+_PER_TOKEN = ("attention_mask", "position_ids", "cache_position")
 _MARK = "_hf_subbyte_moe_wraps"
 _generation: Any = GenerationMixin  # Any: their methods are replaced
 _loading: Any = PreTrainedModel
@@ -108,6 +109,8 @@ def _make_cache(
 ) -> EntropySubbyteCache:
     if not model._supports_default_dynamic_cache():
         raise ValueError(f"{type(model).__name__} does not support cache_implementation={CACHE_NAME!r}")
+    if generation_config.output_attentions:
+        raise ValueError(f"cache_implementation={CACHE_NAME!r} does not return attention weights")
     _check_call(model_kwargs, mode)
     kv_cache = model_options(model.config).kv_cache
     options = {} if kv_cache is None else kv_cache.to_dict()
@@ -126,7 +129,8 @@ def _check_call(model_kwargs: dict[str, Any], mode: GenerationMode) -> None:
     if mode not in _SUPPORTED_MODES:
         raise ValueError(f"cache_implementation={CACHE_NAME!r} does not support {mode.value}")
     mask = model_kwargs.get("attention_mask")
-    if mask is not None and mask.shape[-1] == 0:
+    # the ids are not handed over, and a mask without a zero may have been dropped
+    if any(model_kwargs[name].shape[-1] == 0 for name in _PER_TOKEN if model_kwargs.get(name) is not None):
         raise ValueError("the prompt is empty: give at least one token")
     if mask is not None and mask.ndim == 2 and bool((mask[:, 1:] < mask[:, :-1]).any()):
         raise ValueError(

@@ -72,7 +72,11 @@ def attention_forward(
     view = key.view_of
     view.layer.claim(module)
     if view.pending:
-        return _prompt(module, view, query, attention_mask, form, kwargs), None
+        try:
+            return _prompt(module, view, query, attention_mask, form, kwargs), None
+        except ValueError:
+            view.layer.forget_pending()
+            raise
     return _packed(module, view, query, view.layer.rows.exact(), form), None
 
 
@@ -106,7 +110,7 @@ def _prompt(
         if latent:
             states = expand(module, *states)
         output, _ = _previous(module, query, *states, attention_mask, scaling=form.scaling, dropout=0.0, **kwargs)
-    weight = None if latent else output_weight(module, output.shape[2] * output.shape[3])
+    weight = None if latent else output_weight(module, output)
     layer.settle(PromptQueries(query, form, weight, partial(absorb_query, module) if latent else None))
     return output
 
@@ -134,6 +138,8 @@ def _row_starts(attention_mask: Tensor | None, batch: int, layer: EntropySubbyte
 
 
 def _refuse_unsupported(module: torch.nn.Module, kwargs: Mapping[str, Any], dropout: float) -> None:
+    if kwargs.get("output_attentions"):
+        raise ValueError("the entropy_subbyte cache does not return attention weights")
     if kwargs.get("position_bias") is not None:
         raise ValueError(
             f"{type(module).__name__} adds a position bias, which the entropy_subbyte cache does not support"
@@ -146,14 +152,16 @@ def _previous(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The function that the model had before, with the mask in the form that it expects."""
-    name = getattr(module, PREVIOUS_ATTRIBUTE, _DEFAULT)
+    plain = kwargs.get("s_aux") is None and kwargs.get("softcap") is None  # what sdpa can do
+    name = getattr(module, PREVIOUS_ATTRIBUTE, _DEFAULT if plain else "eager")
     if name == "eager":
         function: Attention = sys.modules[type(module).__module__].eager_attention_forward
         attention_mask = _additive(attention_mask, query, key)
     else:
         function = ALL_ATTENTION_FUNCTIONS[name if _takes_dense_mask(name) or "flash" in name else _DEFAULT]
         if "flash" in name and attention_mask is not None:
-            attention_mask = attention_mask[:, 0, -1, :]  # [B, T], which columns are real
+            real = attention_mask[:, 0].any(1)  # [B, T]: some query sees the column, whatever its window
+            attention_mask = None if bool(real.all()) else real
     return function(module, query, key, value, attention_mask, **kwargs)
 
 

@@ -19,6 +19,13 @@ from hf_subbyte_moe.policy import make_policy
 
 
 CACHE_NAME = "entropy_subbyte"
+_MODEL_KEYS = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)  # tells models apart
 
 
 class EntropySubbyteCache(Cache):
@@ -32,14 +39,16 @@ class EntropySubbyteCache(Cache):
         """Make an empty cache.
 
         Args:
-            config: the model's (text) config.
+            config: the model's config.
             **options: the keys of :class:`KVCacheConfig`.
 
         Raises:
             ValueError: an unknown or impossible option, or a model that this cache does not support.
         """
         self.kv_config = KVCacheConfig.from_dict(options, section="cache_config")
+        config = config.get_text_config(decoder=True)
         refuse_unsupported(config)
+        self._model = {key: getattr(config, key, None) for key in _MODEL_KEYS}
         latent = _is_latent(config)
         check_widths(self.kv_config, _widths(config), latent)
         policy = make_policy(self.kv_config)
@@ -49,6 +58,7 @@ class EntropySubbyteCache(Cache):
             if type(layer) is DynamicLayer:
                 layer = previous = EntropySubbyteLayer(self.kv_config, policy, previous, latent)
             layers.append(layer)
+        self._before: dict[int, Any] = {}  # the current step's layers before it
         super().__init__(layers=layers)
 
     @property
@@ -64,17 +74,33 @@ class EntropySubbyteCache(Cache):
             raise ValueError(
                 f"layer {layer_idx} does not exist: this cache was made for a model of {len(self.layers)} layers"
             )
+        if layer_idx in self._before:  # a new step
+            self._before.clear()
+        layer = self.layers[layer_idx]
+        if isinstance(layer, EntropySubbyteLayer):
+            self._before[layer_idx] = layer.snapshot(key_states.shape[2])
+        else:  # they replace their tensors at each update, so their attributes are a snapshot
+            self._before[layer_idx] = dict(vars(layer))
         try:
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            made = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except ValueError:
-            self._roll_back(layer_idx)
+            self._take_step_back(layer_idx)
             raise
+        if layer_idx == len(self.layers) - 1:
+            self._before.clear()
+        return made
 
-    def _roll_back(self, failed: int) -> None:
-        kept = self.layers[failed].get_seq_length()  # type: ignore[union-attr]
-        for index, layer in self.packed_layers.items():
-            if index < failed:
-                layer.crop(kept - layer.get_seq_length())
+    def _take_step_back(self, failed: int) -> None:
+        """Layers before the one that refused a step have stored it already."""
+        for index, before in self._before.items():
+            layer = self.layers[index]
+            if isinstance(layer, EntropySubbyteLayer):
+                if index != failed:
+                    layer.undo(before)
+            else:
+                vars(layer).clear()
+                vars(layer).update(before)
+        self._before.clear()
 
     @property
     def statistics(self) -> dict[int, LayerStatistics]:
@@ -87,7 +113,7 @@ class EntropySubbyteCache(Cache):
         Args:
             path: a file that ends in .safetensors, or a folder.
         """
-        save_cache(self, cache_file(path))
+        save_cache(self, self._model, cache_file(path))
 
     @classmethod
     def from_pretrained(
@@ -97,7 +123,7 @@ class EntropySubbyteCache(Cache):
 
         Args:
             path: the same path.
-            config: the model's (text) config.
+            config: the model's config.
             device: where its tensors go.
 
         Raises:
@@ -106,7 +132,7 @@ class EntropySubbyteCache(Cache):
         """
         notes, tensors = read_file(cache_file(path), device)
         cache = cls(config, **notes["kv_config"])
-        fill_cache(cache, notes, tensors)
+        fill_cache(cache, cache._model, notes, tensors)
         return cache
 
     def other_bytes(self) -> int:

@@ -22,7 +22,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_subbyte_moe.cache.handle import LayerView, PackedKV
 from hf_subbyte_moe.cache.packing import PackedRows
-from hf_subbyte_moe.cache.prompts import BitLedger, LayerStatistics, PromptQueries
+from hf_subbyte_moe.cache.prompts import BitLedger, LayerStatistics, PromptQueries, Snapshot
 from hf_subbyte_moe.cache.window import Ints
 from hf_subbyte_moe.codecs.rotation import rotation_block
 from hf_subbyte_moe.config import KVCacheConfig
@@ -30,7 +30,8 @@ from hf_subbyte_moe.ops import ExactTokens
 from hf_subbyte_moe.policy import KEYS, VALUES, Policy, budget_bits
 
 
-_REGISTER_WIDTH = 256  # a register names its channel in a byte
+# a register of vq3o names its channel in one byte, an outlier of nuq2 its place in the tile in two
+_WIDEST = {"uniform:vq3o": 256, "uniform:nuq2": 512}
 
 
 def check_widths(config: KVCacheConfig, dims: tuple[int, int], latent: bool) -> None:
@@ -41,8 +42,9 @@ def check_widths(config: KVCacheConfig, dims: tuple[int, int], latent: bool) -> 
     """
     for dim in dims:
         rotation_block(dim)
-        if config.policy == "uniform:vq3o" and dim > _REGISTER_WIDTH:
-            raise ValueError(f"tier 'vq3o' holds keys and values of at most {_REGISTER_WIDTH} channels, not {dim}")
+        widest = _WIDEST.get(config.policy, dim)
+        if dim > widest:
+            raise ValueError(f"{config.policy!r} packs keys and values of at most {widest} channels, not {dim}")
     budget_bits(config, dims, latent)
 
 
@@ -148,7 +150,10 @@ class EntropySubbyteLayer(CacheLayerMixin):
         """One token a row; rows whose window is full pack their oldest tile first, all or none."""
         due = [(row, *self.rows.oldest_tile(row)) for row in self.rows.rows_due(1)]
         for _, key, value in due:
-            self._check_finite(key, value)
+            if not key.is_meta and not bool(torch.isfinite(key).all() & torch.isfinite(value).all()):
+                raise ValueError(
+                    "tokens that were stored earlier hold NaN or Inf; crop them away or start with a new cache"
+                )
         for row, key, value in due:
             self.rows.pack_oldest(row, key, value)
         self.rows.append(key_states, value_states)
@@ -212,6 +217,8 @@ class EntropySubbyteLayer(CacheLayerMixin):
             return
         self.settle_without_statistics()
         chosen = np.arange(len(self.starts))[indices.detach().cpu().numpy()]
+        if np.array_equal(chosen, np.arange(len(self.starts))):
+            return
         self.rows.select_rows(chosen)
         self.starts = self.starts[chosen]
 
@@ -243,18 +250,18 @@ class EntropySubbyteLayer(CacheLayerMixin):
             raise ValueError("this cache was filled by another model; make a new one for this model")
 
     def set_starts(self, starts: Ints) -> None:
-        """Say how many columns of each row are padding, while the first tokens are pending.
+        """Say how many columns of each row are padding, while tokens are pending.
 
         Raises:
             ValueError: later tokens come with other padding.
         """
-        if self.length == self.pending[KEYS].shape[2]:
-            self.starts = starts
-        elif not np.array_equal(starts, self.starts):
+        # a row without tokens may turn out to be padded further, as in the first chunks of a chunked prefill
+        if not ((starts == self.starts) | ((self.rows.lengths == 0) & (starts >= self.starts))).all():
             raise ValueError(
                 "the attention mask pads other columns than the first prompt's did; only left padding of the first "
                 "prompt is supported"
             )
+        self.starts = starts
 
     @property
     def pending(self) -> tuple[Tensor, Tensor]:
@@ -269,6 +276,26 @@ class EntropySubbyteLayer(CacheLayerMixin):
         old = self.length - queries
         real = torch.from_numpy(self.starts).to(self.device)[:, None] <= old + column  # [B, q]
         return self.rows.exact(self.pending, (column <= column[:, None]) & real[:, None])
+
+    def forget_pending(self) -> None:
+        """The attention call of the pending tokens failed: they were never here."""
+        if self._pending is not None:
+            self.length -= self._pending[KEYS].shape[2]
+            self._pending = None
+
+    def snapshot(self, new_tokens: int) -> Snapshot:
+        """What :meth:`undo` needs if a later layer refuses the step that brings ``new_tokens``."""
+        rows = self.rows.snapshot(new_tokens) if self.is_initialized else None
+        return Snapshot(self.length, self.starts, rows)
+
+    def undo(self, before: Snapshot) -> None:
+        """Go back to a snapshot that was taken before the last update."""
+        if before.rows is None:
+            self.reset()
+            return
+        self._pending = None
+        self.length, self.starts = before.length, before.starts
+        self.rows.undo(before.rows)
 
     def settle(self, queries: PromptQueries | None) -> None:
         """Store the pending tokens and pack what is due, measured with the queries that came with them."""
@@ -337,6 +364,11 @@ class EntropySubbyteLayer(CacheLayerMixin):
         window = self.rows.window
         for name, states, held in (("keys", key_states, window.keys), ("values", value_states, window.values)):
             given, kept = [*states.shape[:2], states.shape[3]], [*held.shape[:2], held.shape[3]]
+            if states.device != held.device:
+                raise ValueError(
+                    f"{name} on {states.device} do not fit this cache, which lies on {held.device}; a saved cache is "
+                    "loaded onto the model's device by from_pretrained(..., device=model.device)"
+                )
             if given != kept or states.dtype != held.dtype:
                 raise ValueError(
                     f"{name} of [rows, heads, head_dim] {given} {states.dtype} do not fit this cache, which holds "

@@ -8,7 +8,8 @@ every cached token, so one latent head serves all query heads.
     score  = (q_nope Wk) . latent + q_rot . k_rot
     output = (sum_k p_k latent_k) Wv^T
 
-Where ``kv_b_proj`` has no plain weight (it is quantized itself), history is dequantized and expanded as before.
+Where ``kv_b_proj`` has no plain weight (it is quantized, adapted or offloaded), history is dequantized and expanded as
+before.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_subbyte_moe.cache.handle import LayerView, PackedKV
-from hf_subbyte_moe.policy import KEYS, VALUES
+from hf_subbyte_moe.policy import KEYS, VALUES, plain_weight
 
 
 class ExpandedView(LayerView):
@@ -50,11 +51,10 @@ def _weights(module: Any) -> tuple[Tensor, Tensor]:
     return both[:, : module.qk_nope_head_dim], both[:, module.qk_nope_head_dim :]
 
 
-def has_plain_projection(module: Any) -> bool:
+def has_plain_projection(module: Any, like: Tensor) -> bool:
     """Whether the module's projection can be multiplied into queries."""
-    weight = getattr(module.kv_b_proj, "weight", None)
-    plain = isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point()
-    return plain and getattr(module.kv_b_proj, "bias", None) is None
+    projection = module.kv_b_proj
+    return plain_weight(projection, like) is not None and projection.bias is None
 
 
 def absorb_query(module: Any, query: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def expand_output(module: Any, output: Tensor) -> Tensor:
 
 
 def _expand_kv(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    if not isinstance(kv_nope, PackedKV) or not has_plain_projection(module):
+    if not isinstance(kv_nope, PackedKV) or not has_plain_projection(module, kv_nope):
         return expand(module, kv_nope, k_rot)
     view = ExpandedView(kv_nope.view_of, module)
     shape = (kv_nope.shape[0], module.num_heads, kv_nope.shape[2])

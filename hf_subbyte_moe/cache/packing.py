@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_subbyte_moe.accounting import TILE_TOKENS, LayerGeometry, tiles_of
-from hf_subbyte_moe.cache.prompts import BitLedger, LayerStatistics, PromptQueries
+from hf_subbyte_moe.cache.prompts import BitLedger, LayerStatistics, PromptQueries, RowsSnapshot
 from hf_subbyte_moe.cache.rows import RowCodecs
 from hf_subbyte_moe.cache.tiles import TileStore
 from hf_subbyte_moe.cache.window import ExactWindow, Ints
@@ -207,12 +207,10 @@ class PackedRows:
         """The chunks of a region that follows the row's tiles; one chunk without tiles if nothing is packed yet."""
         key, value = region
         tiles, first = int(self.store.counts[row]), int(self.first_recent()[row])
-        edges = [tiles, tiles]
-        if more:
-            size = more if self._config.chunk == WHOLE_PROMPT else int(self._config.chunk) // TILE_TOKENS
-            edges = [tiles, *range((tiles // size + 1) * size, tiles + more, size), tiles + more]
-            if self._config.chunk == WHOLE_PROMPT:
-                edges = [tiles, tiles + more]
+        edges = [tiles, tiles + more]
+        if more and self._config.chunk != WHOLE_PROMPT:
+            size = int(self._config.chunk) // TILE_TOKENS
+            edges[1:1] = range((tiles // size + 1) * size, tiles + more, size)
         sides = (self.codecs.side(KEYS, row), self.codecs.side(VALUES, row))
         chunks = []
         for low, high in itertools.pairwise(edges):
@@ -341,12 +339,37 @@ class PackedRows:
             self.store.truncate(row, tiles)
             if not tiles:
                 self.codecs.thaw(row)
-        self.settled[row] = [settled for settled in self.settled[row] if settled[1] <= length]
         kept = int(self.store.counts[row])
+        settled = [entry for entry in self.settled[row] if entry[1] <= length]
+        if kept and not settled:  # the tiles that are left were chosen by the oldest entry
+            settled = [(tiers, min(length, settled_at)) for tiers, settled_at in self.settled[row][:1]]
+        self.settled[row] = settled
         self._statistics.chunks[row] = [
             chunk for chunk in self._statistics.chunks[row] if chunk.first_tile < kept or self.settled[row]
         ]
         self.lengths[row] = length
+
+    def snapshot(self, new_tokens: int) -> RowsSnapshot:
+        """What :meth:`undo` needs after a step of ``new_tokens``."""
+        buffers = (self.window.keys.clone(), self.window.values.clone()) if new_tokens > 1 else None
+        return RowsSnapshot(
+            lengths=self.lengths.copy(),
+            tiles=self.store.counts.copy(),
+            frozen=self.codecs.frozen.copy(),
+            settled=[list(row) for row in self.settled],
+            chunks=[list(row) for row in self._statistics.chunks],
+            window=buffers,
+        )
+
+    def undo(self, before: RowsSnapshot) -> None:
+        """Take the last step back. One new token overwrote nothing that a row still needs: its slot was free."""
+        if before.window is not None:
+            self.window.keys, self.window.values = before.window
+        for row, tiles in enumerate(before.tiles.tolist()):
+            if tiles < self.store.counts[row]:
+                self.store.truncate(row, tiles)
+        self.lengths, self.codecs.frozen = before.lengths, before.frozen
+        self.settled, self._statistics.chunks = before.settled, before.chunks
 
     def select_rows(self, rows: Ints) -> None:
         """Keep, reorder or repeat rows; everything that belongs to a row moves with it."""

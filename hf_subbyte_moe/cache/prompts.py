@@ -46,6 +46,36 @@ class LayerStatistics:
     chunks: list[list[ChunkStatistics]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class RowsSnapshot:
+    """The stored tokens of a layer before a step: what the step may change, and nothing else.
+
+    Attributes:
+        lengths: ``[B]`` stored tokens of each row.
+        tiles: ``[B]`` tiles of each row.
+        frozen: ``[B]`` rows whose means and tables are fixed.
+        settled: per row what was settled.
+        chunks: per row what was measured.
+        window: keys and values of the exact tokens; None where the step cannot overwrite one.
+    """
+
+    lengths: Ints
+    tiles: Ints
+    frozen: NDArray[np.bool_]
+    settled: list[list[tuple[NDArray[np.int64], int]]]
+    chunks: list[list[ChunkStatistics]]
+    window: tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A layer before a step; ``rows`` is None for a layer that was empty."""
+
+    length: int
+    starts: Ints
+    rows: RowsSnapshot | None
+
+
 class BitLedger:
     """Bits that a layer's rows were allowed but could not spend, for the next layer to use."""
 

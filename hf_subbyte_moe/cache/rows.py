@@ -22,6 +22,7 @@ class RowCodecs:
 
     Attributes:
         mean: ``[B, H, D]`` fp32 key means; zero until a row packs.
+        frozen: ``[B]`` rows whose mean and tables tiles depend on.
         rotations: ``[D, D]`` fp32 for keys and for values; constants, shared by all layers of a device.
     """
 
@@ -36,7 +37,7 @@ class RowCodecs:
         }
         self._tiers = [codec for codec in given.values() if codec.table is not Table.NONE]
         self._online = codebook == "online"
-        self._frozen = np.zeros(batch, dtype=bool)
+        self.frozen = np.zeros(batch, dtype=bool)
         self.mean = torch.zeros(batch, heads, key_dim, device=device)
         self.rotations = (rotation_matrix(key_dim, device), rotation_matrix(value_states.shape[-1], device))
         self._tables: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
@@ -68,9 +69,9 @@ class RowCodecs:
 
     def fit(self, row: int, key: Tensor, value: Tensor, freeze: bool) -> None:
         """Fit a row's mean and tables to tokens ``[H, N, D]``, unless they are frozen."""
-        if self._frozen[row]:
+        if self.frozen[row]:
             return
-        self._frozen[row] = freeze
+        self.frozen[row] = freeze
         self.mean[row] = key.float().mean(1)
         centred = (key.float() - self.mean[row][:, None], value.float())
         for side in (KEYS, VALUES):
@@ -94,12 +95,12 @@ class RowCodecs:
 
     def thaw(self, row: int) -> None:
         """A row lost its last tile: what it packs next may fit anew."""
-        self._frozen[row] = False
+        self.frozen[row] = False
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep, reorder or repeat rows."""
         self.mean = self.mean.index_select(0, rows)
-        self._frozen = self._frozen[rows.cpu().numpy()]
+        self.frozen = self.frozen[rows.cpu().numpy()]
         for tables in self._tables:
             for codec in self._tiers:
                 if codec.table is Table.CENTROIDS or self._online:
@@ -113,11 +114,11 @@ class RowCodecs:
     def state(self) -> dict[str, Tensor]:
         """Means, and the tables that rows fitted."""
         tables = {name: self._tables[side][tier] for name, (side, tier) in self._own_tables().items()}
-        return {"mean": self.mean, "frozen": torch.from_numpy(self._frozen), **tables}
+        return {"mean": self.mean, "frozen": torch.from_numpy(self.frozen), **tables}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Inverse of :meth:`state`."""
-        self.mean, self._frozen = state["mean"], state["frozen"].cpu().numpy()
+        self.mean, self.frozen = state["mean"], state["frozen"].cpu().numpy()
         for name, (side, tier) in self._own_tables().items():
             self._tables[side][tier] = state[name]
 

@@ -27,6 +27,7 @@ FILE_NAME = "entropy_subbyte_cache.safetensors"
 _METADATA_KEY = "entropy_subbyte_cache"
 _VERSION = 1
 _PLAIN_TENSORS = ("keys", "values")
+_PLAIN_ATTRIBUTES = ("cumulative_length", "record_past")
 
 
 def cache_file(path: str | Path) -> Path:
@@ -35,8 +36,8 @@ def cache_file(path: str | Path) -> Path:
     return path if path.suffix == ".safetensors" else path / FILE_NAME
 
 
-def save_cache(cache: "EntropySubbyteCache", path: Path) -> None:
-    """Write a cache; its pending tokens, if any, are packed first."""
+def save_cache(cache: "EntropySubbyteCache", model: Mapping[str, Any], path: Path) -> None:
+    """Write a cache and what tells its model apart; its pending tokens, if any, are packed first."""
     tensors: dict[str, Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
@@ -46,7 +47,7 @@ def save_cache(cache: "EntropySubbyteCache", path: Path) -> None:
             state, notes = _plain_state(layer)
         tensors.update({f"{index}.{name}": tensor.contiguous().clone() for name, tensor in state.items()})
         layers.append(notes)
-    notes = {"version": _VERSION, "kv_config": cache.kv_config.to_dict(), "layers": layers}
+    notes = {"version": _VERSION, "model": model, "kv_config": cache.kv_config.to_dict(), "layers": layers}
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path, metadata={_METADATA_KEY: json.dumps(notes)})
 
@@ -74,12 +75,17 @@ def read_file(path: Path, device: torch.device | str) -> tuple[dict[str, Any], d
     return notes, tensors
 
 
-def fill_cache(cache: "EntropySubbyteCache", notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def fill_cache(
+    cache: "EntropySubbyteCache", model: Mapping[str, Any], notes: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
     """Put what :func:`read_file` found into a new cache.
 
     Raises:
-        ValueError: it was written for a model with other layers.
+        ValueError: it was written for another model.
     """
+    for key, value in notes["model"].items():
+        if model.get(key) != value:
+            raise ValueError(f"the file was written for a model with {key} {value!r}, not {model.get(key)!r}")
     kinds = [entry["kind"] for entry in notes["layers"]]
     if kinds != [type(layer).__name__ for layer in cache.layers]:
         raise ValueError(
@@ -129,7 +135,8 @@ def _load_layer(layer: EntropySubbyteLayer, notes: Mapping[str, Any], state: Map
 
 
 def _plain_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    notes = {"kind": type(layer).__name__, "cumulative_length": getattr(layer, "cumulative_length", None)}
+    attributes = {name: getattr(layer, name) for name in _PLAIN_ATTRIBUTES if hasattr(layer, name)}
+    notes = {"kind": type(layer).__name__, "attributes": attributes}
     tensors = {name: getattr(layer, name, None) for name in _PLAIN_TENSORS}
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}, notes
 
@@ -138,5 +145,4 @@ def _load_plain(layer: Any, notes: Mapping[str, Any], state: Mapping[str, Tensor
     layer.lazy_initialization(state["keys"], state["values"])
     for name in _PLAIN_TENSORS:
         setattr(layer, name, state[name])
-    if notes["cumulative_length"] is not None:
-        layer.cumulative_length = notes["cumulative_length"]
+    vars(layer).update(notes["attributes"])

@@ -27,6 +27,7 @@ from hf_subbyte_moe.patching import use_packed_attention
 
 
 _WARM_UP = 3
+_WARM_UP_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Timing:
         context: tokens of the prompt.
         plain_prefill_s: prefill with the plain cache, seconds.
         packed_prefill_s: the same with ours, measuring and packing included.
+        prefill_ratio: median of the paired ratios, ours over plain.
         plain_step_ms: a decode step with the plain cache.
         packed_step_ms: the same with ours.
         step_ratio: median of the paired ratios, ours over plain.
@@ -45,6 +47,7 @@ class Timing:
     context: int
     plain_prefill_s: float
     packed_prefill_s: float
+    prefill_ratio: float
     plain_step_ms: float
     packed_step_ms: float
     step_ratio: float
@@ -67,36 +70,46 @@ def _prefill(model: PreTrainedModel, ids: Tensor, cache: Cache, name: str) -> tu
     return seconds, logits.argmax(-1)
 
 
-def time_context(model: PreTrainedModel, ids: Tensor, pairs: int, options: dict[str, object]) -> Timing:
-    """Prefill once with each cache, then time decode steps in pairs, so that drift hits both alike.
+def time_context(model: PreTrainedModel, ids: Tensor, prefills: int, pairs: int, options: dict[str, object]) -> Timing:
+    """Time prefills in pairs, then decode steps in pairs, so that drift hits both caches alike.
 
     Args:
         model: the model, with our attention function in place.
         ids: ``[1, T]`` prompt.
+        prefills: timed pairs of prefills.
         pairs: timed pairs of decode steps.
         options: keys of ``cache_config``.
     """
     config = model.config.get_text_config(decoder=True)
-    caches: list[tuple[str, Cache]] = [
-        ("plain", DynamicCache(config=config)),
-        ("packed", EntropySubbyteCache(config, **options)),
-    ]
+
+    def caches() -> tuple[Cache, Cache]:
+        return DynamicCache(config=config), EntropySubbyteCache(config, **options)
 
     def step(cache: Cache) -> float:
         return _clock(model, lambda: forward(model, token, **{CACHE_KW: cache}))[0]
 
     with torch.no_grad():
-        prefill = [_prefill(model, ids, cache, name) for name, cache in caches]
-        token = prefill[0][1]
-        steps = [[step(cache) for _, cache in caches] for _ in range(_WARM_UP + pairs)]
-    plain, packed = zip(*steps[_WARM_UP:], strict=True)
+        for cache in caches():  # warm up
+            forward(model, ids[:, :_WARM_UP_TOKENS], **{CACHE_KW: cache})
+        prefill = []
+        for _ in range(prefills):
+            held = caches()
+            runs = [_prefill(model, ids, cache, name) for cache, name in zip(held, ("plain", "packed"), strict=True)]
+            prefill.append([seconds for seconds, _ in runs])
+        token = runs[0][1]
+        steps = [[step(cache) for cache in held] for _ in range(_WARM_UP + pairs)][_WARM_UP:]
+
+    def median(timed: list[list[float]], which: int) -> float:
+        return statistics.median(pair[which] for pair in timed)
+
     return Timing(
         context=ids.shape[1],
-        plain_prefill_s=prefill[0][0],
-        packed_prefill_s=prefill[1][0],
-        plain_step_ms=1e3 * statistics.median(plain),
-        packed_step_ms=1e3 * statistics.median(packed),
-        step_ratio=statistics.median(ours / theirs for theirs, ours in zip(plain, packed, strict=True)),
+        plain_prefill_s=median(prefill, 0),
+        packed_prefill_s=median(prefill, 1),
+        prefill_ratio=statistics.median(packed / plain for plain, packed in prefill),
+        plain_step_ms=1e3 * median(steps, 0),
+        packed_step_ms=1e3 * median(steps, 1),
+        step_ratio=statistics.median(packed / plain for plain, packed in steps),
     )
 
 
@@ -105,8 +118,11 @@ def bench(
     context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of the prompt; repeat for several.")] = None,
     bits: Bits = None,
     policy: PolicyName = "error",
+    prefills: Annotated[int, typer.Option(min=1, help="Timed pairs of prefills.")] = 3,
     pairs: Annotated[int, typer.Option(min=1, help="Timed pairs of decode steps.")] = 40,
-    quick: Annotated[bool, typer.Option("--quick", help="Two contexts (4096, 16384), 12 pairs.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two contexts (4096, 16384), one pair of prefills, 12 of steps.")
+    ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Time prefill and decode steps of a model with the packed cache and with the plain one.
@@ -116,11 +132,13 @@ def bench(
     console = Console()
     loaded, tokenizer = load_model(model)
     use_packed_attention(loaded)
+    if quick:
+        prefills, pairs = 1, 12
     contexts = context or ([4096, 16384] if quick else [4096, 8192, 16384, 32768])
     timings = []
     for tokens in contexts:
         ids = needle_prompt(tokenizer, tokens, seed=0, depth=0.5).ids.to(loaded.device)
-        timings.append(time_context(loaded, ids, 12 if quick else pairs, cache_options(policy, bits)))
+        timings.append(time_context(loaded, ids, prefills, pairs, cache_options(policy, bits)))
     console.print(_table(timings, str(loaded.device), policy))
     if json_file is not None:
         report = {"conditions": _conditions(loaded, policy, bits), "timings": [asdict(timing) for timing in timings]}
@@ -154,7 +172,7 @@ def _table(timings: list[Timing], device: str, policy: str) -> Table:
             f"{timing.context:,}",
             f"{timing.plain_prefill_s:.2f}",
             f"{timing.packed_prefill_s:.2f}",
-            f"{timing.packed_prefill_s / timing.plain_prefill_s - 1:+.0%}",
+            f"{timing.prefill_ratio - 1:+.0%}",
             f"{timing.plain_step_ms:.1f}",
             f"{timing.packed_step_ms:.1f}",
             f"{timing.step_ratio:.2f}",

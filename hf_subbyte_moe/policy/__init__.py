@@ -20,6 +20,7 @@ from hf_subbyte_moe.policy.statistics import (
     SideCodec,
     attention_states,
     output_weight,
+    plain_weight,
     sample_positions,
 )
 
@@ -39,6 +40,7 @@ __all__ = [
     "budget_bits",
     "make_policy",
     "output_weight",
+    "plain_weight",
     "sample_positions",
     "side_bits",
     "side_codec",

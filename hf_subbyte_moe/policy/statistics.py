@@ -35,6 +35,7 @@ from hf_subbyte_moe.policy.policies import KEYS, VALUES, Measured, side_codec
 
 SAMPLED_QUERIES = 64
 PROBE_TOKENS = 1024
+_PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_LOGIT = 60.0  # of a misquantized key over the log-sum-exp; exp stays finite
 
 
@@ -111,12 +112,30 @@ def sample_positions(queries: int) -> Tensor:
     return positions
 
 
-def output_weight(module: torch.nn.Module | None, width: int) -> Tensor | None:
-    """The attention module's output projection ``[hidden, width]``, or None where it has no plain one."""
+def plain_weight(linear: object, like: Tensor) -> Tensor | None:
+    """``[out, in]`` weight of a linear layer that can be multiplied with ``like``, or None.
+
+    Quantized layers, adapters around a layer, sharded and offloaded weights are not plain: reading ``.weight`` would
+    skip what their forward does.
+    """
+    if type(linear) is not torch.nn.Linear:
+        return None
+    weight = linear.weight
+    plain = type(weight) in (Tensor, torch.nn.Parameter) and weight.dtype in _PLAIN_DTYPES
+    return weight.detach() if plain and weight.device == like.device else None
+
+
+def output_weight(module: torch.nn.Module | None, output: Tensor) -> Tensor | None:
+    """The attention module's output projection ``[hidden, HQ * Dv]``, or None where it has no plain one.
+
+    Args:
+        module: the attention module.
+        output: ``[B, Sq, HQ, Dv]`` what goes into the projection.
+    """
     for name in ("o_proj", "out_proj", "dense"):
-        weight = getattr(getattr(module, name, None), "weight", None)
-        if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[1] == width and weight.is_floating_point():
-            return weight.detach()
+        weight = plain_weight(getattr(module, name, None), output)
+        if weight is not None and weight.shape[1] == output.shape[2] * output.shape[3]:
+            return weight
     return None
 
 
@@ -209,7 +228,7 @@ class RowProbe:
 
     @staticmethod
     def _probe_tokens(weight: Tensor) -> Tensor:
-        """``[H, J]`` the tokens that weigh most, J a multiple of 128 (a short chunk repeats its lightest token)."""
+        """``[H, J]`` the tokens that weigh most; all of them in a short chunk."""
         tokens = weight.shape[1]
         if tokens > PROBE_TOKENS:
             return weight.topk(PROBE_TOKENS, dim=1).indices.sort(dim=1).values

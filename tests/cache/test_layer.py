@@ -245,6 +245,52 @@ def test_a_failed_step_is_taken_back_in_every_layer() -> None:
         assert torch.equal(layer.dequantize()[1], value)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("tokens", [1, 3, 200])
+def test_a_failed_step_that_packed_is_taken_back_exactly(family: str, tokens: int) -> None:
+    model = hf_subbyte_moe.apply(tiny_model(family, num_hidden_layers=2))
+    cache = EntropySubbyteCache(model.config, policy="uniform:vq2", window=8)
+    with torch.no_grad():
+        model(prompt(267), **{CACHE_KW: cache})  # one token more packs a tile
+        twin = copy.deepcopy(cache)
+        weight = model.model.layers[1].self_attn.k_proj.weight
+        good = weight.clone()
+        weight[0, 0] = float("nan")
+        with pytest.raises(ValueError, match="NaN or Inf"):
+            model(prompt(tokens), **{CACHE_KW: cache})
+        weight.copy_(good)
+        assert cache.get_seq_length(0) == cache.get_seq_length(1) == 267
+        for ids in (prompt(1), prompt(5, seed=1), prompt(200, seed=2)):
+            left, right = (model(ids, **{CACHE_KW: held}).logits for held in (cache, twin))
+            torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+def test_cropping_a_question_away_keeps_the_tiers_that_the_context_settled() -> None:
+    model = hf_subbyte_moe.apply(tiny_model("llama"))
+    cache = EntropySubbyteCache(model.config, bits=4.5, window=8)
+    with torch.no_grad():
+        model(prompt(400), **{CACHE_KW: cache})
+    layer = cache.layers[0]
+    measured = layer.rows.settled[0][-1][0]
+    layer.crop(-5)
+    assert (layer.rows.settled[0][-1][0] == measured).all()
+    layer.crop(-390)
+    assert layer.rows.settled[0] == []
+
+
+def test_a_cache_on_another_device_is_refused() -> None:
+    layer = make_layer()
+    put(layer, *states(2, 10))
+    with pytest.raises(ValueError, match="keys on meta do not fit this cache, which lies on cpu"):
+        layer.update(*(part.to("meta") for part in states(2, 1)))
+
+
+@pytest.mark.parametrize(("policy", "head_dim"), [("uniform:vq3o", 512), ("uniform:nuq2", 1024)])
+def test_widths_that_a_tier_cannot_number_are_refused(policy: str, head_dim: int) -> None:
+    with pytest.raises(ValueError, match=f"'{policy}' packs keys and values of at most"):
+        make_layer(head_dim=head_dim, policy=policy)
+
+
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="the prompt is empty"):
         make_layer().update(*states(1, 0))

@@ -1,24 +1,29 @@
 """Assisted decoding, streaming, copies, files and refusals; cases A07, A08, A17 and A18."""
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import Tensor
-from transformers import CompileConfig
+from transformers import AttentionInterface, CompileConfig
+from transformers.cache_utils import StaticCache
 from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_subbyte_moe
-from hf_subbyte_moe.cache import CACHE_NAME, EntropySubbyteCache, EntropySubbyteLayer
+from hf_subbyte_moe.cache import CACHE_NAME, PREVIOUS_ATTRIBUTE, EntropySubbyteCache, EntropySubbyteLayer
 from hf_subbyte_moe.cache.saving import FILE_NAME
 from hf_subbyte_moe.compat import CACHE_KW, cache_of
-from support.models import prompt, tiny_model
+from support.models import left_padded, prompt, tiny_model
 
 
 EXACT = {"policy": "uniform:exact", "window": 8, "sinks": 2}
 LOSSY = {"bits": 4.0, "window": 8, "sinks": 2}
+SLIDING = {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
 
 
 def generate(model: Any, ids: Tensor, **options: Any) -> Any:
@@ -126,8 +131,10 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     cache.save_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError, match="there is no cache at"):
         EntropySubbyteCache.from_pretrained(tmp_path / "nowhere", model.config)
-    with pytest.raises(ValueError, match="written for a model of 2 layers"):
+    with pytest.raises(ValueError, match="written for a model with num_hidden_layers 2, not 3"):
         EntropySubbyteCache.from_pretrained(tmp_path, tiny_model("llama", num_hidden_layers=3).config)
+    with pytest.raises(ValueError, match="written for a model with model_type 'llama', not 'mistral'"):
+        EntropySubbyteCache.from_pretrained(tmp_path, tiny_model("mistral").config)
     model.save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="holds no entropy_subbyte cache"):
         EntropySubbyteCache.from_pretrained(tmp_path / "model" / "model.safetensors", model.config)
@@ -193,25 +200,89 @@ def test_a08_a_mask_with_a_head_dimension_is_refused() -> None:
         model(prompt(6), attention_mask=mask, **{CACHE_KW: cache})
 
 
-def test_a_latent_projection_without_a_plain_weight_falls_back() -> None:
-    """Quantized to int8, say: history is dequantized and expanded as before, and nothing is measured."""
+class Codes(torch.nn.Module):
+    """A projection that keeps codes of its weight, as quantized checkpoints do."""
 
-    class Quantized(torch.nn.Module):
-        def __init__(self, linear: torch.nn.Linear) -> None:
-            super().__init__()
-            self.register_buffer("weight", linear.weight.mul(64).round().to(torch.int8))
+    def __init__(self, linear: torch.nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("weight", (linear.weight * 16).round().clamp(-100, 100).to(dtype))
 
-        def forward(self, states: Tensor) -> Tensor:
-            return states @ (self.weight.to(states.dtype) / 64).t()
+    def forward(self, states: Tensor) -> Tensor:
+        return states @ (self.weight.to(states.dtype) / 16).t()
 
-    model = tiny_model("deepseek_v2")
+
+class Adapted(torch.nn.Module):
+    """A projection with an adapter beside it, which shows its base layer's weight as PEFT's do."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = linear
+        self.extra = torch.nn.Linear(linear.in_features, linear.out_features, bias=False)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.base(states) + self.extra(states)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "adapter"])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_a_latent_projection_without_a_plain_weight_falls_back(family: str, kind: str) -> None:
+    """History is dequantized and expanded by the module itself, and nothing is measured."""
+    model = tiny_model(family)
+    dtypes = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
     for layer in model.model.layers:
-        layer.self_attn.kv_b_proj = Quantized(layer.self_attn.kv_b_proj)
+        plain = layer.self_attn.kv_b_proj
+        layer.self_attn.kv_b_proj = Codes(plain, dtypes[kind]) if kind in dtypes else Adapted(plain)
     ids = prompt(170)
-    plain = generate(model, ids)
+    expected = generate(model, ids)
     with pytest.warns(UserWarning, match="nothing was measured"):
         packed = generate(model, ids, **ours(EXACT))
-    assert_same(packed, plain)
+    assert_same(packed, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_a_model_offloaded_by_accelerate_generates(family: str) -> None:
+    expected = generate(tiny_model(family), prompt(170))
+    model = accelerate.cpu_offload(tiny_model(family), execution_device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same(generate(model, prompt(170), **ours(EXACT)), expected)
+
+
+def test_flash_attention_is_told_which_columns_are_padding(monkeypatch: Any) -> None:
+    """A fake one: a sliding layer's mask must not pass for padding."""
+    seen: list[Any] = []
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def fake_flash(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        seen.append(mask)
+        return sdpa(module, query, key, value, None, **kwargs)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "fake_flash", fake_flash)
+    model = hf_subbyte_moe.apply(tiny_model("qwen2", **SLIDING))
+    for module in model.modules():
+        if hasattr(module, PREVIOUS_ATTRIBUTE):
+            setattr(module, PREVIOUS_ATTRIBUTE, "fake_flash")
+    ids, mask = left_padded([prompt(10, seed=1), prompt(40, seed=2)])
+    with torch.no_grad():
+        model(ids, **{CACHE_KW: EntropySubbyteCache(model.config, **EXACT)})
+        assert seen == [None, None]
+        model(ids, attention_mask=mask, **{CACHE_KW: EntropySubbyteCache(model.config, **EXACT)})
+    assert all(torch.equal(given, mask.bool()) for given in seen[2:])
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "llama", "deepseek_v2"])
+def test_a_model_that_names_our_attention_itself_computes_as_before(family: str) -> None:
+    model = tiny_model(family)
+    ids = prompt(170)
+    expected = generate(model, ids)
+    named = tiny_model(family)
+    named.set_attn_implementation(CACHE_NAME)
+    assert_same(generate(named, ids), expected)
+    assert_same(generate(named, ids, **ours(EXACT)), expected)
 
 
 @pytest.mark.filterwarnings("ignore:the model did not call:UserWarning")
@@ -244,9 +315,19 @@ def test_a18_the_cache_says_that_it_is_not_compilable_and_generate_does_not_try(
     generate(model, prompt(150), compile_config=CompileConfig(), **ours(LOSSY))
 
 
-def test_continuous_batching_and_static_caches_are_refused_or_left_alone() -> None:
+def test_continuous_batching_is_refused() -> None:
     model = hf_subbyte_moe.apply(tiny_model("llama"))
     with pytest.raises(ValueError, match=r"continuous batching|paged"):
         model.generate_batch([prompt(8)[0].tolist()], max_new_tokens=2)
-    with pytest.raises(ValueError, match="cache_implementation"):
-        generate(model, prompt(8), cache_implementation="entropy_subbyte_static")
+
+
+def test_a_static_cache_is_left_to_transformers() -> None:
+    model = hf_subbyte_moe.apply(tiny_model("llama"))  # ours is the default
+    output = generate(model, prompt(150), cache_implementation="static")
+    assert isinstance(cache_of(output), StaticCache)
+    assert_same(output, generate(tiny_model("llama"), prompt(150)))
+
+
+def test_attention_weights_are_refused() -> None:
+    with pytest.raises(ValueError, match="does not return attention weights"):
+        generate(tiny_model("llama"), prompt(8), output_attentions=True, **ours(EXACT))

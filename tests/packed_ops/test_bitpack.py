@@ -1,4 +1,4 @@
-"""Codes <-> words: the layout by worked examples and by a bit-by-bit oracle, and the way back."""
+"""Codes <-> words: the layout by worked examples and by a bit-by-bit oracle, and the way back; case A11."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_blocks_waste_no_bit(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_all_ones_codes_set_every_bit(width: int) -> None:
+def test_a11_all_ones_codes_set_every_bit(width: int) -> None:
     codes = torch.full((128 * 4,), (1 << width) - 1)
     words = pack_codes(codes, width)
     assert torch.equal(words, torch.full((128 * 4 * width // 32,), -1, dtype=torch.int32))
@@ -95,7 +95,7 @@ def test_every_code_value_comes_back_from_every_place_of_a_block(width: int) -> 
 
 @settings(max_examples=60, deadline=None)
 @given(width=st.sampled_from(WIDTHS), blocks=st.integers(1, 9), data=st.data())
-def test_words_are_those_of_the_bit_by_bit_layout(width: int, blocks: int, data: st.DataObject) -> None:
+def test_a11_words_are_those_of_the_bit_by_bit_layout(width: int, blocks: int, data: st.DataObject) -> None:
     count = blocks * codes_per_block(width)
     codes = data.draw(st.lists(st.integers(0, (1 << width) - 1), min_size=count, max_size=count))
     words = pack_codes(torch.tensor(codes), width)

@@ -214,34 +214,54 @@ def test_packed_tiles_count_as_context() -> None:
     np.testing.assert_allclose(errors[0], errors[1], rtol=1e-3)
 
 
+OUTPUT = torch.zeros(1, 3, 4, 16)  # [B, Sq, HQ, Dv]
+
+
 @pytest.mark.parametrize("name", ["o_proj", "out_proj", "dense"])
 def test_the_output_projection_is_found_under_its_usual_names(name: str) -> None:
     module = nn.Module()
     module.add_module(name, nn.Linear(64, 32))
-    weight = output_weight(module, 64)
+    weight = output_weight(module, OUTPUT)
     assert weight is not None
     assert torch.equal(weight, getattr(module, name).weight)
     assert not weight.requires_grad
 
 
 def test_a_conv1d_projection_is_not_taken_the_wrong_way_round() -> None:
-    """GPT-2's ``c_proj`` keeps ``[in, out]``: square, so its shape does not tell."""
+    """GPT-2 keeps ``[in, out]``: square, so its shape does not tell."""
     module = nn.Module()
-    module.c_proj = Conv1D(64, 64)
-    weight = output_weight(module, 64)
-    assert weight is None or torch.equal(weight, module.c_proj.weight.t())
+    module.o_proj = Conv1D(64, 64)
+    assert output_weight(module, OUTPUT) is None
+
+
+class Adapted(nn.Module):
+    """A wrapper as PEFT makes them: it shows its base layer's weight, and its forward does more."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
 
 
 def test_modules_without_a_plain_projection_have_none() -> None:
-    assert output_weight(None, 64) is None
-    assert output_weight(nn.Module(), 64) is None
+    assert output_weight(None, OUTPUT) is None
+    assert output_weight(nn.Module(), OUTPUT) is None
     module = nn.Module()
+    module.o_proj = nn.Linear(48, 32)
+    assert output_weight(module, OUTPUT) is None  # a width of its own
     module.o_proj = nn.Linear(64, 32)
-    assert output_weight(module, 32) is None  # a width of its own
-    module.o_proj.weight = nn.Parameter(torch.zeros(32, 64, dtype=torch.int8), requires_grad=False)
-    assert output_weight(module, 64) is None  # quantized
+    for dtype in (torch.int8, torch.float8_e4m3fn):  # codes without their scales
+        module.o_proj.weight = nn.Parameter(torch.zeros(32, 64).to(dtype), requires_grad=False)
+        assert output_weight(module, OUTPUT) is None
+    module.o_proj = nn.Linear(64, 32, device="meta")  # offloaded
+    assert output_weight(module, OUTPUT) is None
+    module.o_proj = Adapted(nn.Linear(64, 32))
+    assert output_weight(module, OUTPUT) is None
     module.o_proj = nn.Identity()
-    assert output_weight(module, 64) is None
+    assert output_weight(module, OUTPUT) is None
 
 
 @pytest.mark.parametrize("queries", [1, 2, 31, 32, 33, 63, 64, 65, 100, 129, 1000, 100_000])
