@@ -26,7 +26,8 @@ _FP6_MAX = 7.5
 _FP8_MAX = 448.0
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 _TINY = torch.finfo(torch.float32).tiny
-_SEARCH_CHUNK = 8192
+_SEARCH_CHUNK = 2048  # vectors whose scores stay in a core's cache
+_DEVICE_SEARCH_CHUNK = 1 << 17
 
 
 def nearest_entries(vectors: Tensor, table: Tensor) -> Tensor:
@@ -39,9 +40,10 @@ def nearest_entries(vectors: Tensor, table: Tensor) -> Tensor:
     Returns:
         ``[n]`` int64.
     """
-    half_norms = table.square().sum(-1).mul(-0.5)
-    columns = table.t().contiguous()
-    pieces = [torch.addmm(half_norms, part, columns).argmax(-1) for part in vectors.split(_SEARCH_CHUNK)]
+    half_norms = table.square().sum(-1, keepdim=True).mul(-0.5)
+    chunk = _SEARCH_CHUNK if vectors.device.type == "cpu" else _DEVICE_SEARCH_CHUNK
+    # entries along the first axis: on a CPU the search for the maximum then runs over neighbouring vectors at once
+    pieces = [torch.addmm(half_norms, table, part.t()).max(0).indices for part in vectors.split(chunk)]
     return torch.cat(pieces) if pieces else vectors.new_zeros(0, dtype=torch.int64)
 
 
