@@ -23,7 +23,8 @@ from subbyte_kernels.formats import TILE_TOKENS, PackedTiles, page_slots, page_t
 from subbyte_kernels.pack_tiles.reference import decode_codes
 
 
-BLOCK_TILES = 32
+BLOCK_TILES = 32  # on a CPU, a block of decoded tiles stays in its caches
+_DEVICE_BLOCK_VALUES = 1 << 25  # on an accelerator, launches cost more than memory
 _MAX_SCORES = 1 << 25
 
 
@@ -164,9 +165,8 @@ def _table(side: PackedTiles, tier_id: int, unit: Tensor, heads: int) -> tuple[T
     return flat, (row % table.shape[0]) * table.shape[1] + head % table.shape[1]
 
 
-def _blocks(exact: ExactTokens, group: int, queries: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Exact tokens block by block: keys, values, mask ``[B, 1, R or 1, n]`` for the ``group * queries`` rows."""
-    size = BLOCK_TILES * TILE_TOKENS
+def _blocks(exact: ExactTokens, group: int, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """``size`` exact tokens at a time: keys, values, mask ``[B, 1, R or 1, n]`` for the group's rows."""
     for start in range(0, exact.keys.shape[2], size):
         part = slice(start, start + size)
         mask = exact.visible[:, None, :, part]
@@ -204,7 +204,8 @@ def decode_attention_reference(
     batch, query_heads, length, dim = query.shape
     heads = exact.keys.shape[1]
     group = query_heads // heads
-    step = max(1, _MAX_SCORES // (batch * query_heads * BLOCK_TILES * TILE_TOKENS))
+    block = _block_tiles(exact.keys)
+    step = max(1, _MAX_SCORES // (batch * query_heads * block * TILE_TOKENS))
     if length > step:
         parts = []
         for start in range(0, length, step):
@@ -221,11 +222,11 @@ def decode_attention_reference(
     rows = query.float().reshape(batch, heads, group * length, dim) * scaling
     sink = None if sink_logits is None else sink_logits.float().repeat_interleave(length).view(1, heads, -1)
     softmax = _Softmax(rows.shape[:3], exact.values.shape[-1], query.device, sink)
-    for block_keys, block_values, mask in _blocks(exact, group, length):
+    for block_keys, block_values, mask in _blocks(exact, group, block * TILE_TOKENS):
         scores = _cap(rows @ block_keys.transpose(-1, -2), softcap).masked_fill(~mask, -torch.inf)
         softmax.absorb(scores, block_values, None)
     if tiles is not None and tiles.values.pages.shape[-1]:
-        _absorb_tiles(softmax, rows, tiles, query.dtype, softcap)
+        _absorb_tiles(softmax, rows, tiles, query.dtype, softcap, block)
     output, lse, entropy = softmax.finish()
     return AttentionResult(
         output.view(batch, query_heads, length, -1),
@@ -234,8 +235,16 @@ def decode_attention_reference(
     )
 
 
+def _block_tiles(keys: Tensor) -> int:
+    """Tiles that are decoded at once, given the exact keys ``[B, H, E, D]``."""
+    if keys.device.type == "cpu":
+        return BLOCK_TILES
+    batch, heads, _, dim = keys.shape
+    return max(BLOCK_TILES, _DEVICE_BLOCK_VALUES // (batch * heads * TILE_TOKENS * dim))
+
+
 def _absorb_tiles(
-    softmax: _Softmax, rows: Tensor, tiles: AttentionTiles, dtype: torch.dtype, softcap: float | None
+    softmax: _Softmax, rows: Tensor, tiles: AttentionTiles, dtype: torch.dtype, softcap: float | None, block: int
 ) -> None:
     parts = rows.split([part.head_dim for part in tiles.keys], dim=-1)
     rotated = [query @ part.rotation.t() for query, part in zip(parts, tiles.keys, strict=True)]
@@ -246,8 +255,8 @@ def _absorb_tiles(
     value_mean = None if values.mean is None else (values.mean @ values.rotation.t()).unsqueeze(2)
     softmax.output = softmax.output @ values.rotation.t()
     count = values.pages.shape[-1]
-    for first in range(0, count, BLOCK_TILES):
-        last = min(first + BLOCK_TILES, count)
+    for first in range(0, count, block):
+        last = min(first + block, count)
         blocks = [gather_block(part, first, last, dtype) for part in tiles.keys]
         scores = offset + sum(
             (query @ codes.transpose(-1, -2)) * scales for query, (codes, scales) in zip(rotated, blocks, strict=True)
