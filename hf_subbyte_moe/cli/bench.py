@@ -70,6 +70,13 @@ def _prefill(model: PreTrainedModel, ids: Tensor, cache: Cache, name: str) -> tu
     return seconds, logits.argmax(-1)
 
 
+def _pair(step: Callable[[Cache], float], held: tuple[Cache, Cache], swapped: bool) -> list[float]:
+    """One step with each cache; pairs take turns in who goes first."""
+    if swapped:
+        return [step(cache) for cache in reversed(held)][::-1]
+    return [step(cache) for cache in held]
+
+
 def time_context(model: PreTrainedModel, ids: Tensor, prefills: int, pairs: int, options: dict[str, object]) -> Timing:
     """Time prefills in pairs, then decode steps in pairs, so that drift hits both caches alike.
 
@@ -97,7 +104,7 @@ def time_context(model: PreTrainedModel, ids: Tensor, prefills: int, pairs: int,
             runs = [_prefill(model, ids, cache, name) for cache, name in zip(held, ("plain", "packed"), strict=True)]
             prefill.append([seconds for seconds, _ in runs])
         token = runs[0][1]
-        steps = [[step(cache) for cache in held] for _ in range(_WARM_UP + pairs)][_WARM_UP:]
+        steps = [_pair(step, held, swapped=bool(number % 2)) for number in range(_WARM_UP + pairs)][_WARM_UP:]
 
     def median(timed: list[list[float]], which: int) -> float:
         return statistics.median(pair[which] for pair in timed)
