@@ -99,7 +99,7 @@ def _prepare_given(
     if generation_config.cache_implementation == CACHE_NAME:
         generation_config.cache_implementation = None
     if isinstance(given, EntropySubbyteCache):
-        _check_call(model_kwargs, mode)
+        _check_call(generation_config, model_kwargs, mode)
         use_packed_attention(model)
         remember_cache(model, given)
 
@@ -109,9 +109,7 @@ def _make_cache(
 ) -> EntropySubbyteCache:
     if not model._supports_default_dynamic_cache():
         raise ValueError(f"{type(model).__name__} does not support cache_implementation={CACHE_NAME!r}")
-    if generation_config.output_attentions:
-        raise ValueError(f"cache_implementation={CACHE_NAME!r} does not return attention weights")
-    _check_call(model_kwargs, mode)
+    _check_call(generation_config, model_kwargs, mode)
     kv_cache = model_options(model.config).kv_cache
     options = {} if kv_cache is None else kv_cache.to_dict()
     given = copy.deepcopy(generation_config.cache_config or {})
@@ -125,7 +123,9 @@ def _make_cache(
     return cache
 
 
-def _check_call(model_kwargs: dict[str, Any], mode: GenerationMode) -> None:
+def _check_call(generation_config: GenerationConfig, model_kwargs: dict[str, Any], mode: GenerationMode) -> None:
+    if generation_config.output_attentions:
+        raise ValueError(f"cache_implementation={CACHE_NAME!r} does not return attention weights")
     if mode not in _SUPPORTED_MODES:
         raise ValueError(f"cache_implementation={CACHE_NAME!r} does not support {mode.value}")
     mask = model_kwargs.get("attention_mask")

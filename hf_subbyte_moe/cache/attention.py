@@ -63,21 +63,21 @@ def attention_forward(
     """
     if not isinstance(key, PackedKV):
         return _previous(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    _refuse_unsupported(module, kwargs, dropout)
-    form = AttentionForm(
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=kwargs.get("softcap"),
-        sink_logits=kwargs.get("s_aux"),
-    )
     view = key.view_of
-    view.layer.claim(module)
-    if view.pending:
-        try:
+    try:
+        _refuse_unsupported(module, kwargs, dropout)
+        view.layer.claim(module)
+        form = AttentionForm(
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=kwargs.get("softcap"),
+            sink_logits=kwargs.get("s_aux"),
+        )
+        if view.pending:
             return _prompt(module, view, query, attention_mask, form, kwargs), None
-        except ValueError:
-            view.layer.forget_pending()
-            raise
-    return _packed(module, view, query, view.layer.rows.exact(), form), None
+        return _packed(module, view, query, view.layer.rows.exact(), form), None
+    except ValueError:
+        view.layer.take_back()
+        raise
 
 
 def _packed(

@@ -19,13 +19,8 @@ from hf_subbyte_moe.policy import make_policy
 
 
 CACHE_NAME = "entropy_subbyte"
-_MODEL_KEYS = (
-    "model_type",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-)  # tells models apart
+# what tells a saved cache's model from another
+_MODEL_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 class EntropySubbyteCache(Cache):
@@ -77,26 +72,24 @@ class EntropySubbyteCache(Cache):
         if layer_idx in self._before:  # a new step
             self._before.clear()
         layer = self.layers[layer_idx]
-        if isinstance(layer, EntropySubbyteLayer):
-            self._before[layer_idx] = layer.snapshot(key_states.shape[2])
-        else:  # they replace their tensors at each update, so their attributes are a snapshot
-            self._before[layer_idx] = dict(vars(layer))
+        # layers that do not pack replace their tensors at each update, so their attributes are a snapshot
+        before: Any = None if isinstance(layer, EntropySubbyteLayer) else dict(vars(layer))
         try:
             made = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except ValueError:
-            self._take_step_back(layer_idx)
+            self._take_step_back()
             raise
+        self._before[layer_idx] = layer.before if isinstance(layer, EntropySubbyteLayer) else before
         if layer_idx == len(self.layers) - 1:
             self._before.clear()
         return made
 
-    def _take_step_back(self, failed: int) -> None:
-        """Layers before the one that refused a step have stored it already."""
+    def _take_step_back(self) -> None:
+        """The layers before the one that refused a step have stored it already."""
         for index, before in self._before.items():
             layer = self.layers[index]
             if isinstance(layer, EntropySubbyteLayer):
-                if index != failed:
-                    layer.undo(before)
+                layer.undo(before)
             else:
                 vars(layer).clear()
                 vars(layer).update(before)

@@ -57,6 +57,7 @@ class EntropySubbyteLayer(CacheLayerMixin):
         rows: the stored tokens; exists from the first update on.
         statistics: what was measured and chosen.
         record_past: new tokens may be taken back by :meth:`crop`; their tiles are packed only then.
+        before: what the layer was before tokens whose attention call is still to come.
     """
 
     is_sliding = False
@@ -92,6 +93,7 @@ class EntropySubbyteLayer(CacheLayerMixin):
         self.length = 0
         self.starts: Ints = np.zeros(0, dtype=np.int64)
         self._pending: tuple[Tensor, Tensor] | None = None
+        self.before: Snapshot | None = None
         self.statistics.chunks = []
         self.__dict__.pop("rows", None)
 
@@ -131,9 +133,11 @@ class EntropySubbyteLayer(CacheLayerMixin):
         """
         self._check_states(key_states, value_states)
         self.settle_without_statistics()
+        before = self._snapshot(key_states.shape[2])
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._check_geometry(key_states, value_states)
+        self.before = before
         if key_states.shape[2] == 1 and self.length:
             self._append(key_states, value_states)
         else:
@@ -277,30 +281,28 @@ class EntropySubbyteLayer(CacheLayerMixin):
         real = torch.from_numpy(self.starts).to(self.device)[:, None] <= old + column  # [B, q]
         return self.rows.exact(self.pending, (column <= column[:, None]) & real[:, None])
 
-    def forget_pending(self) -> None:
-        """The attention call of the pending tokens failed: they were never here."""
-        if self._pending is not None:
-            self.length -= self._pending[KEYS].shape[2]
-            self._pending = None
-
-    def snapshot(self, new_tokens: int) -> Snapshot:
-        """What :meth:`undo` needs if a later layer refuses the step that brings ``new_tokens``."""
+    def _snapshot(self, new_tokens: int) -> Snapshot:
         rows = self.rows.snapshot(new_tokens) if self.is_initialized else None
         return Snapshot(self.length, self.starts, rows)
 
+    def take_back(self) -> None:
+        """The attention call of the newest tokens failed: they were never here."""
+        if self.before is not None:
+            self.undo(self.before)
+
     def undo(self, before: Snapshot) -> None:
-        """Go back to a snapshot that was taken before the last update."""
+        """Go back to what the layer was before its last update."""
+        self.before = self._pending = None
         if before.rows is None:
             self.reset()
             return
-        self._pending = None
         self.length, self.starts = before.length, before.starts
         self.rows.undo(before.rows)
 
     def settle(self, queries: PromptQueries | None) -> None:
         """Store the pending tokens and pack what is due, measured with the queries that came with them."""
         key_states, value_states = self.pending
-        self._pending = None
+        self._pending = self.before = None
         old = self.length - key_states.shape[2]
         for row, start in enumerate(self.starts.tolist()):
             new = slice(max(0, start - old), None)  # behind the padding

@@ -316,8 +316,11 @@ def test_a_cache_is_not_used_with_another_model() -> None:
     cache = EntropySubbyteCache(first.config)
     with torch.no_grad():
         first(prompt(20), **{CACHE_KW: cache})
-        with pytest.raises(ValueError, match="filled by another model"):
-            second(prompt(3), **{CACHE_KW: cache})
+        for tokens in (1, 3):
+            with pytest.raises(ValueError, match="filled by another model"):
+                second(prompt(tokens), **{CACHE_KW: cache})
+            assert cache.get_seq_length() == 20
+            assert cache.layers[0].rows.lengths.tolist() == [20]
     deeper = hf_subbyte_moe.apply(tiny_model("llama", num_hidden_layers=3))
     with torch.no_grad(), pytest.raises(ValueError, match="made for a model of 2 layers"):
         deeper(prompt(3), **{CACHE_KW: EntropySubbyteCache(first.config)})
