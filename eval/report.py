@@ -73,6 +73,26 @@ def bench() -> str:
     return f"{_table(header, rows)}\n\nMedians of paired runs; {conditions}."
 
 
+def bench_gpu() -> str:
+    """The same on a GPU, beside the plain cache with and without cuDNN's attention."""
+    result = _load(RESULTS / "bench_h200.json")
+    rows = [
+        [
+            f"{timing['model']}, {timing['context']:,} tokens",
+            "on (default)" if timing["cudnn_attention"] else "off",
+            f"{timing['plain_prefill_s'] * 1e3:.0f}",
+            f"{timing['packed_prefill_s'] * 1e3:.0f}",
+            f"{timing['plain_step_ms']:.1f}",
+            f"{timing['packed_step_ms']:.1f}",
+            f"{timing['step_ratio']:.2f}",
+        ]
+        for timing in result["timings"]
+    ]
+    header = ["", "cuDNN attention", "prefill, ms", "packed, ms", "step, ms", "packed step, ms", "ratio"]
+    conditions = ", ".join(f"{key} {value}" for key, value in result["conditions"].items())
+    return f"{_table(header, rows)}\n\nMedians of paired runs; {conditions}."
+
+
 def tiers() -> str:
     """Every tier and its bits, from the codecs themselves."""
     rows = [
@@ -94,7 +114,13 @@ def training() -> str:
     return f"{_table(['held-out text', 'loss'], losses)}\n\n{_table(['needle: tokens of context', 'right'], needles)}"
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"demo": demo, "bench": bench, "tiers": tiers, "training": training}
+SECTIONS: dict[str, Callable[[], str]] = {
+    "demo": demo,
+    "bench": bench,
+    "bench_gpu": bench_gpu,
+    "tiers": tiers,
+    "training": training,
+}
 
 
 def rendered(page: str) -> str:

@@ -50,6 +50,9 @@ def load_model(name: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
             raise ValueError("outside a clone of the project there is no default model: give --model ID_OR_PATH")
         name = str(_REFERENCE)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        # PyTorch may pick cuDNN, which plans anew for every length: with a growing plain cache that is most of a step
+        torch.backends.cuda.enable_cudnn_sdp(False)
     model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
 
