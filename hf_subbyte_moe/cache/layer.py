@@ -138,7 +138,8 @@ class EntropySubbyteLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self._check_geometry(key_states, value_states)
         self.before = before
-        if key_states.shape[2] == 1 and self.length:
+        # a row without tokens may still be padding, which only the attention mask tells
+        if key_states.shape[2] == 1 and self.length and self.rows.lengths.all():
             self._append(key_states, value_states)
         else:
             self._pending = (key_states, value_states)

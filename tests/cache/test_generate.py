@@ -65,6 +65,15 @@ def test_exact_tier_equals_dynamic_cache_in_left_padded_batches(mode: str) -> No
     assert_same(packed, generate(model, ids, attention_mask=mask, **MODES[mode]))
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 128])
+def test_chunks_of_a_padded_prompt_may_be_padding_throughout(chunk: int) -> None:
+    model = tiny_model("llama")
+    ids, mask = left_padded([prompt(5, seed=1), prompt(170, seed=2)])
+    packed = generate(model, ids, attention_mask=mask, prefill_chunk_size=chunk, max_new_tokens=20, **ours(EXACT))
+    assert cache_of(packed).layers[0].rows.lengths.tolist() == [24, 189]
+    assert_same(packed, generate(model, ids, attention_mask=mask, max_new_tokens=20))
+
+
 @pytest.mark.parametrize("previous", ["sdpa", "eager"])
 def test_the_model_keeps_the_attention_that_it_had(previous: str) -> None:
     model = tiny_model("llama")
