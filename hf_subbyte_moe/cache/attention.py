@@ -30,6 +30,7 @@ from hf_subbyte_moe.policy import AttentionForm, output_weight
 ATTENTION_NAME = "entropy_subbyte"
 PREVIOUS_ATTRIBUTE = "_hf_subbyte_attention"  # on each attention module: the implementation that it had before
 _DEFAULT = "sdpa"
+
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -157,16 +158,14 @@ def _previous(
     if name == "eager":
         function: Attention = sys.modules[type(module).__module__].eager_attention_forward
         attention_mask = _additive(attention_mask, query, key)
-    else:
-        function = ALL_ATTENTION_FUNCTIONS[name if _takes_dense_mask(name) or "flash" in name else _DEFAULT]
-        if "flash" in name and attention_mask is not None:
+    elif "flash" in name:
+        function = ALL_ATTENTION_FUNCTIONS[name]
+        if attention_mask is not None:
             real = attention_mask[:, 0].any(1)  # [B, T]: some query sees the column, whatever its window
             attention_mask = None if bool(real.all()) else real
+    else:  # flex and paged attention take masks of their own kinds
+        function = ALL_ATTENTION_FUNCTIONS[_DEFAULT if "flex" in name or "paged" in name else name]
     return function(module, query, key, value, attention_mask, **kwargs)
-
-
-def _takes_dense_mask(name: str) -> bool:
-    return name == "sdpa" or ("flash" not in name and "flex" not in name and "paged" not in name)
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
