@@ -24,6 +24,7 @@ from subbyte_kernels.formats import (
     page_slots,
     page_tiers,
 )
+from subbyte_kernels.lanes import Order
 from subbyte_kernels.pack_tiles import pack_tiles_reference, unpack_tiles_reference
 from subbyte_kernels.pack_tiles.reference import nearest_entries, normalize_tokens, split_outliers
 
@@ -35,6 +36,7 @@ __all__ = [
     "AttentionTiles",
     "Encoding",
     "ExactTokens",
+    "Order",
     "PackedTiles",
     "TileFormat",
     "TokenStatistics",
@@ -56,7 +58,9 @@ def _check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def pack_tiles(states: Tensor, fmt: TileFormat, table: Tensor | None, rotation: Tensor, mean: Tensor | None) -> Tensor:
+def pack_tiles(
+    states: Tensor, fmt: TileFormat, table: Tensor | None, rotation: Tensor, mean: Tensor | None, order: Order
+) -> Tensor:
     """Quantize whole tiles and pack their codes.
 
     Args:
@@ -65,6 +69,7 @@ def pack_tiles(states: Tensor, fmt: TileFormat, table: Tensor | None, rotation: 
         table: ``[entries, vector_dim]`` for codebooks, ``[M, entries]`` for centroids, None without a table.
         rotation: ``[D, D]`` fp32 orthonormal.
         mean: ``[M, D]`` fp32 to remove first, or None.
+        order: which lanes own the codes.
 
     Returns:
         ``[M, record_words]`` int32; layout in ``subbyte_kernels/formats.py``.
@@ -79,7 +84,7 @@ def pack_tiles(states: Tensor, fmt: TileFormat, table: Tensor | None, rotation: 
     dim = states.shape[-1]
     _check(rotation.shape == (dim, dim), f"rotation {list(rotation.shape)} does not fit head_dim {dim}")
     _check((table is None) == (fmt.entries == 0), f"tier {fmt.name!r} has {fmt.entries} table entries")
-    return pack_tiles_reference(states, fmt, None if table is None else table.float(), rotation, mean)
+    return pack_tiles_reference(states, fmt, None if table is None else table.float(), rotation, mean, order)
 
 
 def unpack_tiles(
@@ -90,6 +95,7 @@ def unpack_tiles(
     rotation: Tensor,
     mean: Tensor | None,
     dtype: torch.dtype,
+    order: Order,
 ) -> Tensor:
     """Records -> the keys or values that they stand for.
 
@@ -101,6 +107,7 @@ def unpack_tiles(
         rotation: ``[D, D]`` fp32 orthonormal.
         mean: ``[M, D]`` fp32 that was removed, or None.
         dtype: the model's dtype.
+        order: which lanes own the codes.
 
     Returns:
         ``[M, 128, D]`` in ``dtype``.
@@ -111,7 +118,7 @@ def unpack_tiles(
     words = fmt.record_words(rotation.shape[-1], dtype.itemsize)
     _check(records.shape[-1] == words, f"tier {fmt.name!r} has records of {words} words, not {records.shape[-1]}")
     return unpack_tiles_reference(
-        records, fmt, None if table is None else table.float(), table_rows, rotation, mean, dtype
+        records, fmt, None if table is None else table.float(), table_rows, rotation, mean, dtype, order
     )
 
 

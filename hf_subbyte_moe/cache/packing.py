@@ -282,6 +282,8 @@ class PackedRows:
                     tables=self.codecs.tables(side, row),
                     rotation=self.codecs.rotations[side],
                     mean=self.codecs.mean[rows] if side == KEYS else None,
+                    order=self.codecs.orders[side],
+                    signs=self.codecs.signs[side],
                 )
             )
         if self._latent:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hf_subbyte_moe.codecs import Codec, Table
 from hf_subbyte_moe.codecs.codebooks import fit_centroids, fit_table, universal_table
-from hf_subbyte_moe.codecs.rotation import rotation_matrix
-from hf_subbyte_moe.ops import TILE_TOKENS, normalize_tokens, split_outliers
+from hf_subbyte_moe.codecs.rotation import rotation_matrix, rotation_signs
+from hf_subbyte_moe.ops import TILE_TOKENS, Order, normalize_tokens, split_outliers
 from hf_subbyte_moe.policy import KEYS, VALUES, SideCodec, side_codec
 
 
@@ -24,6 +24,8 @@ class RowCodecs:
         mean: ``[B, H, D]`` fp32 key means; zero until a row packs.
         frozen: ``[B]`` rows whose mean and tables tiles depend on.
         rotations: ``[D, D]`` fp32 for keys and for values; constants, shared by all layers of a device.
+        signs: ``[D]`` fp32, the signs in them.
+        orders: which lanes own the codes of each side; both sides of a latent cache are parts of the key.
     """
 
     def __init__(
@@ -37,9 +39,12 @@ class RowCodecs:
         }
         self._tiers = [codec for codec in given.values() if codec.table is not Table.NONE]
         self._online = codebook == "online"
+        self.orders = (Order.KEYS, Order.KEYS if latent else Order.VALUES)
         self.frozen = np.zeros(batch, dtype=bool)
         self.mean = torch.zeros(batch, heads, key_dim, device=device)
-        self.rotations = (rotation_matrix(key_dim, device), rotation_matrix(value_states.shape[-1], device))
+        dims = (key_dim, value_states.shape[-1])
+        self.rotations = tuple(rotation_matrix(dim, device) for dim in dims)
+        self.signs = tuple(rotation_signs(dim, device) for dim in dims)
         self._tables: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
         for codec in self._tiers:
             start = universal_table(codec.format, device)
@@ -65,7 +70,8 @@ class RowCodecs:
         for codec in self._tiers:
             table = self.tables(side, row)[codec.tier_id][0].float()
             tables[codec.tier_id] = table[:, :, 0] if codec.table is Table.CENTROIDS else table[0]
-        return SideCodec(self.rotations[side], self.mean[row] if side == KEYS else None, tables)
+        mean = self.mean[row] if side == KEYS else None
+        return SideCodec(self.rotations[side], mean, tables, self.orders[side])
 
     def fit(self, row: int, key: Tensor, value: Tensor, freeze: bool) -> None:
         """Fit a row's mean and tables to tokens ``[H, N, D]``, unless they are frozen."""

@@ -44,6 +44,17 @@ def _sign(channel: int, block: int) -> float:
 
 
 @lru_cache(maxsize=16)
+def rotation_signs(head_dim: int, device: torch.device) -> Tensor:
+    """``[D]`` fp32, +1 or -1: what the rotation does before its Hadamard blocks.
+
+    Raises:
+        ValueError: no block of 8 divides ``head_dim``.
+    """
+    block = rotation_block(head_dim)
+    return torch.tensor([_sign(channel % block, block) for channel in range(head_dim)], device=device)
+
+
+@lru_cache(maxsize=16)
 def rotation_matrix(head_dim: int, device: torch.device) -> Tensor:
     """``[D, D]`` fp32 orthonormal; ``rotated = states @ matrix.T``. The same on every machine and version.
 
@@ -55,6 +66,5 @@ def rotation_matrix(head_dim: int, device: torch.device) -> Tensor:
     while hadamard.shape[0] < block:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], dim=1), torch.cat([hadamard, -hadamard], dim=1)], dim=0)
     matrix = torch.block_diag(*[hadamard / block**0.5] * (head_dim // block))
-    signs = torch.tensor([_sign(channel % block, block) for channel in range(head_dim)])
-    rotation: Tensor = (matrix * signs).to(device)
+    rotation: Tensor = matrix.to(device) * rotation_signs(head_dim, device)
     return rotation

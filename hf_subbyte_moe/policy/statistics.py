@@ -24,6 +24,7 @@ from hf_subbyte_moe.ops import (
     AttentionResult,
     AttentionTiles,
     ExactTokens,
+    Order,
     attention_statistics,
     decode_attention,
     pack_tiles,
@@ -71,11 +72,13 @@ class SideCodec:
         rotation: ``[D, D]`` fp32.
         mean: ``[H, D]`` fp32, or None for values.
         tables: tier id -> ``[entries, vector_dim]`` or, for centroids, ``[H, entries]``, fp32.
+        order: which lanes own the codes.
     """
 
     rotation: Tensor
     mean: Tensor | None
     tables: dict[int, Tensor]
+    order: Order
 
     def pack(self, tiles: Tensor, heads: Tensor, codec: Codec) -> Tensor:
         """``[m, 128, D]`` tiles of the given ``[m]`` heads -> ``[m, record_words]`` records."""
@@ -83,7 +86,7 @@ class SideCodec:
         if codec.table is Table.CENTROIDS and table is not None:
             table = table[heads]
         mean = None if self.mean is None else self.mean[heads]
-        return pack_tiles(tiles, codec.format, table, self.rotation, mean)
+        return pack_tiles(tiles, codec.format, table, self.rotation, mean, self.order)
 
     def unpack(self, records: Tensor, heads: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
         """Inverse of :meth:`pack`: ``[m, 128, D]`` in ``dtype``."""
@@ -94,7 +97,7 @@ class SideCodec:
             else:
                 table = table.unsqueeze(0)
         mean = None if self.mean is None else self.mean[heads]
-        return unpack_tiles(records, codec.format, table, rows, self.rotation, mean, dtype)
+        return unpack_tiles(records, codec.format, table, rows, self.rotation, mean, dtype, self.order)
 
     def round_trip(self, states: Tensor, codec: Codec) -> Tensor:
         """``[H, N, D]`` states (N a multiple of 128) as they come back from a tier, fp32."""

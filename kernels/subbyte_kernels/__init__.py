@@ -14,12 +14,14 @@ from subbyte_kernels.formats import (
     page_slots,
     page_tiers,
 )
+from subbyte_kernels.lanes import Order
 
 
 __all__ = [
     "NO_PAGE",
     "TILE_TOKENS",
     "Encoding",
+    "Order",
     "PackedTiles",
     "TileFormat",
     "make_page",

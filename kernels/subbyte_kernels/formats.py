@@ -2,7 +2,7 @@
 
 A tile is 128 tokens of one KV head and one side (keys or values). Its record is one row of int32 words in a pool:
 
-    codes      128 * head_dim / vector_dim codes of ``code_bits`` bits, token after token (``bitpack.py``)
+    codes      128 * head_dim / vector_dim codes of ``code_bits`` bits (``lanes.py``; ``RAW``: token after token)
     scales     128 bf16, one a token (not in ``RAW``). bf16, not fp16: with fp32's range nothing overflows or vanishes
     registers  ``VECTOR`` with ``token_outliers``: 128 x [channels u8..., values e4m3...] in units of the scale
     outliers   ``SCALAR`` with ``tile_outliers``: count i32, positions u16[cap], values e4m3[cap], padded to 4 bytes
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from torch import Tensor
+
+from subbyte_kernels.lanes import Order
 
 
 TILE_TOKENS = 128
@@ -101,6 +103,9 @@ class PackedTiles:
         tables: tier id -> ``[B or 1, H or 1, entries, vector_dim]``, fp16 or fp32.
         rotation: ``[D, D]`` fp32 orthonormal, ``rotated = values @ rotation.T``.
         mean: ``[B, H, D]`` fp32, removed before rotation; None for values.
+        order: which lanes own the codes.
+        signs: ``[D]`` fp32 if the rotation is ``hadamard @ diag(signs)``, with Hadamard blocks (Sylvester's order,
+            over the square root of their size) as large as the power of two in D; None for any other rotation.
     """
 
     pages: Tensor
@@ -109,6 +114,8 @@ class PackedTiles:
     tables: Mapping[int, Tensor]
     rotation: Tensor
     mean: Tensor | None
+    order: Order
+    signs: Tensor | None = None
 
     @property
     def head_dim(self) -> int:

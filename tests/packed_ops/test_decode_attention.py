@@ -15,6 +15,7 @@ from subbyte_kernels.decode_attention import (
     reference,
 )
 from subbyte_kernels.formats import NO_PAGE, TILE_TOKENS, PackedTiles, page_slots
+from subbyte_kernels.lanes import Order
 from support.packing import TIERS, gaussian, generator, packed_side, rotation
 
 
@@ -52,7 +53,9 @@ class Case:
         keys = gaussian(*shape, key_dim, seed=3) + mean[:, :, None, None]
         values = gaussian(*shape, value_dim, seed=4) + 0.5
         self.keys, self.dense_keys = packed_side(keys, self.tiers(key_tier, heads, counts), mean, spare_slots)
-        self.values, self.dense_values = packed_side(values, self.tiers(value_tier, heads, counts), None, spare_slots)
+        self.values, self.dense_values = packed_side(
+            values, self.tiers(value_tier, heads, counts), None, spare_slots, order=Order.VALUES
+        )
         visible = torch.rand(2, queries, exact, generator=generator(5)) < 0.7
         visible[..., 0] = True
         self.exact = ExactTokens(

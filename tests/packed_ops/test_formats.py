@@ -8,6 +8,7 @@ import torch
 from hf_subbyte_moe.codecs import get_codec
 from subbyte_kernels.bitpack import codes_per_block
 from subbyte_kernels.formats import NO_PAGE, TILE_TOKENS, Encoding, make_page, page_slots, page_tiers
+from subbyte_kernels.lanes import Order
 from subbyte_kernels.pack_tiles import pack_tiles_reference
 from support.packing import TIERS, gaussian, pack_table, rotation
 
@@ -56,7 +57,7 @@ def test_a_record_is_codes_and_scales_and_outliers_and_nothing_else(tier: str, h
 def test_packing_makes_records_of_the_stated_size(tier: str, head_dim: int) -> None:
     codec = get_codec(tier)
     tiles = gaussian(2, TILE_TOKENS, head_dim, seed=1, dtype=torch.bfloat16)
-    records = pack_tiles_reference(tiles, codec.format, pack_table(codec, tiles), rotation(head_dim), None)
+    records = pack_tiles_reference(tiles, codec.format, pack_table(codec, tiles), rotation(head_dim), None, Order.KEYS)
     assert records.shape == (2, codec.format.record_words(head_dim))
     assert records.dtype == torch.int32
 

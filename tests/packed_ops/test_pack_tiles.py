@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hf_subbyte_moe.codecs import get_codec
 from subbyte_kernels.formats import TILE_TOKENS, Encoding
+from subbyte_kernels.lanes import Order
 from subbyte_kernels.pack_tiles import pack_tiles_reference, unpack_tiles_reference
 from subbyte_kernels.pack_tiles.reference import (
     OUTLIER_SIGMA,
@@ -50,7 +51,9 @@ def e2m3_value(code: int) -> float:
 
 def pack(tier: str, tiles: Tensor) -> Tensor:
     codec = get_codec(tier)
-    return pack_tiles_reference(tiles, codec.format, pack_table(codec, tiles), rotation(tiles.shape[-1]), None)
+    return pack_tiles_reference(
+        tiles, codec.format, pack_table(codec, tiles), rotation(tiles.shape[-1]), None, Order.KEYS
+    )
 
 
 def test_e2m3_table_is_right_for_all_codes() -> None:
@@ -288,10 +291,10 @@ def test_each_record_uses_the_row_of_the_table_that_it_names() -> None:
     tiles = gaussian(3, TILE_TOKENS, 64, seed=16) ** 3
     table = pack_table(codec, tiles, fit=True)
     assert table is not None
-    records = pack_tiles_reference(tiles, codec.format, table, rotation(64), None)
-    order = torch.tensor([2, 0, 1])
-    shuffled = table[order].unsqueeze(-1)
+    records = pack_tiles_reference(tiles, codec.format, table, rotation(64), None, Order.KEYS)
+    rows = torch.tensor([2, 0, 1])
+    shuffled = table[rows].unsqueeze(-1)
     decoded = unpack_tiles_reference(
-        records, codec.format, shuffled, order.argsort(), rotation(64), None, torch.float32
+        records, codec.format, shuffled, rows.argsort(), rotation(64), None, torch.float32, Order.KEYS
     )
     assert torch.equal(decoded, round_trip("nuq2", tiles, fit=True))

@@ -22,6 +22,7 @@ from hf_subbyte_moe.policy import (
     sample_positions,
 )
 from hf_subbyte_moe.policy import statistics as statistics_module
+from subbyte_kernels.lanes import Order
 from support.packing import CPU, gaussian, packed_side, rotation
 
 
@@ -89,7 +90,7 @@ def make_row(tokens: int, group: int, hidden: int | None = None, candidates: tup
     query = 2 * gaussian(HEADS * group, len(index), DIM, seed=4)
     weight = None if hidden is None else gaussian(hidden, HEADS * group * DIM, seed=5)
     known = tables(candidates)
-    sides = (SideCodec(rotation(DIM), mean, known), SideCodec(rotation(DIM), None, known))
+    sides = (SideCodec(rotation(DIM), mean, known, Order.KEYS), SideCodec(rotation(DIM), None, known, Order.VALUES))
     return Row(query, index, exact, slice(FIRST, FIRST + tokens), weight, sides)
 
 

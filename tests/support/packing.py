@@ -7,8 +7,9 @@ from torch import Tensor
 
 from hf_subbyte_moe.codecs import Codec, Table, codecs, get_codec
 from hf_subbyte_moe.codecs.codebooks import fit_centroids, universal_table
-from hf_subbyte_moe.codecs.rotation import rotation_matrix
+from hf_subbyte_moe.codecs.rotation import rotation_matrix, rotation_signs
 from subbyte_kernels.formats import NO_PAGE, TILE_TOKENS, Encoding, PackedTiles, TileFormat, make_page
+from subbyte_kernels.lanes import Order
 from subbyte_kernels.pack_tiles import pack_tiles_reference, unpack_tiles_reference
 from subbyte_kernels.pack_tiles.reference import normalize_tokens, split_outliers
 
@@ -59,7 +60,7 @@ def unpack(
     records: Tensor, fmt: TileFormat, tables: tuple[Tensor | None, Tensor | None], head_dim: int, dtype: torch.dtype
 ) -> Tensor:
     """``unpack_tiles_reference`` with the package's rotation and no mean."""
-    return unpack_tiles_reference(records, fmt, *tables, rotation(head_dim), None, dtype)
+    return unpack_tiles_reference(records, fmt, *tables, rotation(head_dim), None, dtype, Order.KEYS)
 
 
 def round_trip(
@@ -69,10 +70,12 @@ def round_trip(
     codec = get_codec(tier)
     table = pack_table(codec, tiles, fit)
     turn = rotation(tiles.shape[-1])
-    records = pack_tiles_reference(tiles, codec.format, table, turn, mean)
+    records = pack_tiles_reference(tiles, codec.format, table, turn, mean, Order.KEYS)
     if codec.format.encoding is Encoding.RAW:
         dtype = tiles.dtype  # its bytes mean nothing else
-    return unpack_tiles_reference(records, codec.format, *unpack_table(codec, table), turn, mean, dtype or tiles.dtype)
+    return unpack_tiles_reference(
+        records, codec.format, *unpack_table(codec, table), turn, mean, dtype or tiles.dtype, Order.KEYS
+    )
 
 
 def relative_error(decoded: Tensor, states: Tensor) -> float:
@@ -87,6 +90,7 @@ def packed_side(
     mean: Tensor | None,
     spare_slots: int = 0,
     own_tables: dict[int, Tensor] | None = None,
+    order: Order = Order.KEYS,
 ) -> tuple[PackedTiles, Tensor]:
     """Pack one side and decode it again, tile by tile.
 
@@ -96,6 +100,7 @@ def packed_side(
         mean: ``[B, H, D]`` or None.
         spare_slots: slots of 0xFF bytes around each record in its pool.
         own_tables: tier id -> ``[B or 1, H or 1, entries, vector_dim]`` in place of the universal tables.
+        order: which lanes own the codes.
 
     Returns:
         The packed side, and ``[B, H, T, 128, D]`` fp32 what every record alone unpacks to, zero where no tile is.
@@ -117,9 +122,9 @@ def packed_side(
                     whole = tables[codec.tier_id].expand(rows, heads, -1, -1)[row, head].float()
                     table = whole if codec.table is Table.CODEBOOK else whole.squeeze(-1).unsqueeze(0)
                 centre = None if mean is None else mean[row, head][None]
-                record = pack_tiles_reference(one, codec.format, table, turn, centre)
+                record = pack_tiles_reference(one, codec.format, table, turn, centre, order)
                 unpacked = unpack_tiles_reference(
-                    record, codec.format, *unpack_table(codec, table), turn, centre, states.dtype
+                    record, codec.format, *unpack_table(codec, table), turn, centre, states.dtype, order
                 )
                 dense[row, head, tile] = unpacked[0].float()
                 pool = pools.setdefault(codec.tier_id, [])
@@ -131,5 +136,14 @@ def packed_side(
                     tables[codec.tier_id] = universal_table(codec.format, CPU)
     for pool in pools.values():
         pool += [torch.full_like(pool[0], -1)] * spare_slots
-    side = PackedTiles(pages, {tier: torch.cat(pool) for tier, pool in pools.items()}, formats, tables, turn, mean)
+    side = PackedTiles(
+        pages=pages,
+        pools={tier: torch.cat(pool) for tier, pool in pools.items()},
+        formats=formats,
+        tables=tables,
+        rotation=turn,
+        mean=mean,
+        order=order,
+        signs=rotation_signs(dim, CPU),
+    )
     return side, dense

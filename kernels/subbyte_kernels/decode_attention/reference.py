@@ -131,7 +131,7 @@ def gather_block(side: PackedTiles, first: int, last: int, dtype: torch.dtype) -
         unit = chosen // tiles  # row * heads + head
         records = pool.index_select(0, slots[chosen])
         table, rows = _table(side, tier_id, unit, heads)
-        decoded, scale = decode_codes(records, fmt, dim, table, rows, dtype)
+        decoded, scale = decode_codes(records, fmt, dim, table, rows, dtype, side.order)
         if not fmt.rotated:
             if scale is not None:
                 decoded = decoded * scale.unsqueeze(-1)

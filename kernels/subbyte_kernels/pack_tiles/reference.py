@@ -17,8 +17,8 @@ KVQuant (arXiv 2401.18079).
 import torch
 from torch import Tensor
 
-from subbyte_kernels.bitpack import pack_codes, unpack_codes
 from subbyte_kernels.formats import TILE_TOKENS, Encoding, TileFormat
+from subbyte_kernels.lanes import Order, pack_tile_codes, transpose_scales, unpack_tile_codes
 
 
 OUTLIER_SIGMA = 3.5
@@ -92,18 +92,24 @@ def _words(*sections: Tensor) -> Tensor:
     return torch.cat([part.flatten(1).contiguous().view(torch.int32) for part in sections], dim=1)
 
 
+def _codes_and_scales(codes: Tensor, scale: Tensor, fmt: TileFormat, order: Order) -> tuple[Tensor, Tensor]:
+    """``[M, 128, C]`` codes and ``[M, 128, 1]`` bf16 scales as they lie in a record."""
+    head_dim = codes.shape[-1] * fmt.vector_dim
+    return pack_tile_codes(codes, fmt.code_bits, order, head_dim), transpose_scales(scale.squeeze(-1), head_dim)
+
+
 def _divide(states: Tensor, scale: Tensor) -> Tensor:
     """``states / scale`` for bf16 scales that may be zero (then the states are zero too)."""
     return states / scale.float().clamp(min=_TINY)
 
 
-def _encode_vector(states: Tensor, fmt: TileFormat, table: Tensor) -> Tensor:
+def _encode_vector(states: Tensor, fmt: TileFormat, table: Tensor, order: Order) -> Tensor:
     unit, rms = normalize_tokens(states)
     codes = nearest_entries(unit.reshape(-1, fmt.vector_dim), table)
     decoded = table[codes].view_as(unit)
-    packed_codes = pack_codes(codes.view(len(states), -1), fmt.code_bits)
+    codes = codes.view(len(states), TILE_TOKENS, -1)
     if not fmt.token_outliers:
-        return _words(packed_codes, _norm_keeping_scale(unit, decoded, rms))
+        return _words(*_codes_and_scales(codes, _norm_keeping_scale(unit, decoded, rms), fmt, order))
     # the registers hold what the first guess of the scale misses most; the codes then keep the norm of the rest
     guess = _divide(states, _norm_keeping_scale(unit, decoded, rms))
     channels = (guess - decoded).abs().topk(fmt.token_outliers, dim=-1).indices
@@ -111,7 +117,7 @@ def _encode_vector(states: Tensor, fmt: TileFormat, table: Tensor) -> Tensor:
     scale = _norm_keeping_scale(unit * coded, decoded * coded, rms)
     kept = _divide(states, scale).gather(-1, channels).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
     registers = torch.cat([channels.to(torch.uint8), kept.view(torch.uint8)], dim=-1)
-    return _words(packed_codes, scale, registers)
+    return _words(*_codes_and_scales(codes, scale, fmt, order), registers)
 
 
 def _norm_keeping_scale(unit: Tensor, decoded: Tensor, rms: Tensor) -> Tensor:
@@ -119,14 +125,13 @@ def _norm_keeping_scale(unit: Tensor, decoded: Tensor, rms: Tensor) -> Tensor:
     return _to_bf16(rms * unit.norm(dim=-1, keepdim=True) / decoded.norm(dim=-1, keepdim=True).clamp(min=_TINY))
 
 
-def _encode_float(states: Tensor, fmt: TileFormat) -> Tensor:
+def _encode_float(states: Tensor, fmt: TileFormat, order: Order) -> Tensor:
     eight = fmt.encoding is Encoding.FLOAT8
     largest = _FP8_MAX if eight else _FP6_MAX
     scale = _round_up_bf16(states.abs().amax(-1, keepdim=True) / largest)
     scaled = _divide(states, scale).clamp(-largest, largest)
-    if eight:
-        return _words(scaled.to(torch.float8_e4m3fn), scale)
-    return _words(pack_codes(e2m3_codes(scaled).flatten(1), fmt.code_bits), scale)
+    codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8) if eight else e2m3_codes(scaled)
+    return _words(*_codes_and_scales(codes, scale, fmt, order))
 
 
 def split_outliers(states: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,7 +152,7 @@ def split_outliers(states: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tenso
     return ranked.indices, is_outlier.sum(1), states * keep.view_as(states)
 
 
-def _encode_scalar(states: Tensor, fmt: TileFormat, centroids: Tensor) -> Tensor:
+def _encode_scalar(states: Tensor, fmt: TileFormat, centroids: Tensor, order: Order) -> Tensor:
     tiles, _, head_dim = states.shape
     positions, counts, inliers = split_outliers(states, fmt.tile_outliers(head_dim))
     share = (inliers != 0).sum(-1, keepdim=True) / head_dim
@@ -160,11 +165,11 @@ def _encode_scalar(states: Tensor, fmt: TileFormat, centroids: Tensor) -> Tensor
     listed = torch.zeros(tiles, 4 * ((3 * positions.shape[1] + 3) // 4), dtype=torch.uint8, device=states.device)
     listed[:, : 2 * positions.shape[1]] = positions.to(torch.uint16).view(torch.uint8)
     listed[:, 2 * positions.shape[1] : 3 * positions.shape[1]] = kept.view(torch.uint8)
-    return _words(pack_codes(codes.flatten(1), fmt.code_bits), scale, counts.to(torch.int32).unsqueeze(1), listed)
+    return _words(*_codes_and_scales(codes, scale, fmt, order), counts.to(torch.int32).unsqueeze(1), listed)
 
 
 def pack_tiles_reference(
-    states: Tensor, fmt: TileFormat, table: Tensor | None, rotation: Tensor, mean: Tensor | None
+    states: Tensor, fmt: TileFormat, table: Tensor | None, rotation: Tensor, mean: Tensor | None, order: Order
 ) -> Tensor:
     """Quantize whole tiles and pack their codes.
 
@@ -174,6 +179,7 @@ def pack_tiles_reference(
         table: ``[entries, vector_dim]`` fp32 for ``VECTOR``, ``[M, entries]`` fp32 for ``SCALAR``, else unused.
         rotation: ``[D, D]`` fp32 orthonormal.
         mean: ``[M, D]`` fp32 to remove first, or None.
+        order: which lanes own the codes.
 
     Returns:
         ``[M, record_words]`` int32.
@@ -187,16 +193,17 @@ def pack_tiles_reference(
         values = values @ rotation.t()
     if fmt.encoding is Encoding.VECTOR:
         assert table is not None
-        return _encode_vector(values, fmt, table)
+        return _encode_vector(values, fmt, table, order)
     if fmt.encoding is Encoding.SCALAR:
         assert table is not None
-        return _encode_scalar(values, fmt, table)
-    return _encode_float(values, fmt)
+        return _encode_scalar(values, fmt, table, order)
+    return _encode_float(values, fmt, order)
 
 
 def _scales(records: Tensor, fmt: TileFormat, head_dim: int) -> Tensor:
     start = fmt.code_words(head_dim)
-    return records[:, start : start + TILE_TOKENS // 2].contiguous().view(torch.bfloat16).float()
+    placed = records[:, start : start + TILE_TOKENS // 2].contiguous().view(torch.bfloat16)
+    return transpose_scales(placed, head_dim).float()
 
 
 def _restore_registers(decoded: Tensor, records: Tensor, fmt: TileFormat, head_dim: int) -> Tensor:
@@ -227,6 +234,7 @@ def decode_codes(
     table: Tensor | None,
     table_rows: Tensor | None,
     dtype: torch.dtype,
+    order: Order,
 ) -> tuple[Tensor, Tensor | None]:
     """Records -> values in units of their token's scale, in the tier's own space, and the scales.
 
@@ -237,6 +245,7 @@ def decode_codes(
         table: ``[R, entries, vector_dim]`` fp32, or None without a table.
         table_rows: ``[M]`` int64 row of ``table`` for each record; None means row 0.
         dtype: the model's dtype, for ``RAW``.
+        order: which lanes own the codes.
 
     Returns:
         ``[M, 128, D]`` fp32, and ``[M, 128]`` fp32 scales or None.
@@ -246,14 +255,14 @@ def decode_codes(
     if fmt.encoding is Encoding.RAW:
         return records[:, :words].contiguous().view(dtype).view(shape).float(), None
     scales = _scales(records, fmt, head_dim)
+    codes = unpack_tile_codes(records[:, :words], fmt.code_bits, order, head_dim)
     if fmt.encoding is Encoding.FLOAT8:
-        return records[:, :words].contiguous().view(torch.float8_e4m3fn).view(shape).float(), scales
-    codes = unpack_codes(records[:, :words], fmt.code_bits)
+        return codes.to(torch.uint8).view(torch.float8_e4m3fn).float(), scales
     if fmt.encoding is Encoding.FLOAT6:
         table, table_rows = e2m3_table().to(records.device).unsqueeze(0), None
     assert table is not None
     if table_rows is not None:
-        codes = codes + (table_rows * table.shape[1]).to(torch.int32).unsqueeze(-1)
+        codes = codes + (table_rows * table.shape[1]).to(torch.int32)[:, None, None]
     decoded = torch.nn.functional.embedding(codes, table.flatten(0, 1)).view(shape)
     if fmt.token_outliers:
         decoded = _restore_registers(decoded, records, fmt, head_dim)
@@ -270,6 +279,7 @@ def unpack_tiles_reference(
     rotation: Tensor,
     mean: Tensor | None,
     dtype: torch.dtype,
+    order: Order,
 ) -> Tensor:
     """Records -> the keys or values that they stand for.
 
@@ -281,11 +291,12 @@ def unpack_tiles_reference(
         rotation: ``[D, D]`` fp32 orthonormal.
         mean: ``[M, D]`` fp32 that was removed, or None.
         dtype: the model's dtype.
+        order: which lanes own the codes.
 
     Returns:
         ``[M, 128, D]`` in ``dtype``.
     """
-    values, scales = decode_codes(records, fmt, rotation.shape[-1], table, table_rows, dtype)
+    values, scales = decode_codes(records, fmt, rotation.shape[-1], table, table_rows, dtype, order)
     if scales is not None:
         values = values * scales.unsqueeze(-1)
     if fmt.rotated:
