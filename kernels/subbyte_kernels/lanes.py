@@ -107,4 +107,5 @@ def transpose_scales(scales: Tensor, head_dim: int) -> Tensor:
     """Scales ``[M, 128]`` in token order -> in the order of a record, and back: the map is its own inverse."""
     if not in_lanes(head_dim):
         return scales
-    return scales.view(-1, _UNITS, 8, 8).transpose(2, 3).reshape(len(scales), -1)
+    moved: Tensor = scales.view(-1, _UNITS, 8, 8).transpose(2, 3).reshape(len(scales), -1)
+    return moved

@@ -63,12 +63,13 @@ class AttentionResult:
     Attributes:
         output: ``[B, HQ, Sq, Dv]`` fp32; zero where a query sees nothing.
         lse: ``[B, HQ, Sq]`` fp32, natural logarithm of the softmax denominator; -inf where a query sees nothing.
-        entropy: ``[B, HQ, Sq]`` fp32 in bits; a sink in the softmax counts as one more token.
+        entropy: ``[B, HQ, Sq]`` fp32 in bits; a sink in the softmax counts as one more token. None from the kernels,
+            which decode and measure nothing.
     """
 
     output: Tensor
     lse: Tensor
-    entropy: Tensor
+    entropy: Tensor | None
 
 
 class _Softmax:
@@ -216,7 +217,7 @@ def decode_attention_reference(
         return AttentionResult(
             torch.cat([part.output for part in parts], dim=2),
             torch.cat([part.lse for part in parts], dim=2),
-            torch.cat([part.entropy for part in parts], dim=2),
+            torch.cat([part.entropy for part in parts if part.entropy is not None], dim=2),
         )
     # [B, H, group * Sq, D]: the whole group of a KV head is one block of rows
     rows = query.float().reshape(batch, heads, group * length, dim) * scaling
