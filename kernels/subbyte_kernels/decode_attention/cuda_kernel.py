@@ -1,0 +1,441 @@
+"""The fused kernel in CUDA C++ (``decode_attention.cu``), compiled by NVRTC for what a call needs.
+
+A kernel is made once for each combination of head dimension, group, dtype and tiers, in about a second; it needs no
+compiler on the machine, only the two libraries that come with a CUDA build of PyTorch. Launching allocates the output
+and the partial results and reads nothing back, so a call can be captured in a CUDA graph.
+"""
+
+import ctypes
+import json
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subbyte_kernels.decode_attention.reference import AttentionResult, AttentionTiles, ExactTokens
+from subbyte_kernels.formats import Encoding, PackedTiles, TileFormat
+from subbyte_kernels.lanes import Order
+
+
+try:
+    from cuda.bindings import driver, nvrtc
+except ImportError:
+    driver = nvrtc = None
+
+_HEAD_DIMS = (64, 128)
+_MAX_GROUP = 16
+_MAX_POOLS = 8
+_MIN_CAPABILITY = (8, 0)
+_SOURCE = Path(__file__).with_name("decode_attention.cu")
+_TUNED = Path(__file__).with_name("configs.json")
+_ENTRY_BYTES = 128  # what the copies of one table entry take in shared memory
+
+# (encoding, bits of a code, values of a code) -> the kernel's name for it
+_KINDS = {
+    (Encoding.VECTOR, 7, 4): "VQ175",
+    (Encoding.VECTOR, 8, 4): "VQ2",
+    (Encoding.VECTOR, 6, 2): "VQ3",
+    (Encoding.VECTOR, 8, 2): "VQ4",
+    (Encoding.FLOAT6, 6, 1): "FP6",
+    (Encoding.FLOAT8, 8, 1): "FP8",
+}
+
+
+@dataclass(frozen=True)
+class CudaConfig:
+    """How a launch is cut.
+
+    Attributes:
+        warps: warps of a block, each of which works on units of its own.
+        blocks_per_sm: blocks that registers are divided for.
+    """
+
+    warps: int
+    blocks_per_sm: int
+
+
+def candidate_configs() -> list[CudaConfig]:
+    """What tuning tries."""
+    return [CudaConfig(16, 1), CudaConfig(8, 2), CudaConfig(12, 1), CudaConfig(8, 1), CudaConfig(4, 4), CudaConfig(4, 2)]
+
+
+_DEFAULT = CudaConfig(16, 1)
+
+
+def _kind(fmt: TileFormat) -> str | None:
+    """The kernel's name for a layout, None if it has none."""
+    if not (fmt.rotated and fmt.centred) or fmt.token_outliers:
+        return None
+    return _KINDS.get((fmt.encoding, fmt.code_bits, fmt.vector_dim))
+
+
+def _side_obstacle(side: PackedTiles, order: Order) -> str | None:
+    for fmt in side.formats.values():
+        if _kind(fmt) is None:
+            return f"it has no path for tier {fmt.name!r}"
+    for tier, table in side.tables.items():
+        if tier in side.formats and table.dtype != torch.float16:
+            return f"the table of tier {side.formats[tier].name!r} is not fp16"
+    if side.signs is None or side.order is not order:
+        return "the tiles were packed for another kernel"
+    if len(side.pools) > _MAX_POOLS:
+        return f"it reads at most {_MAX_POOLS} tiers a side, not {len(side.pools)}"
+    return None
+
+
+def cuda_obstacle(
+    query: Tensor, exact: ExactTokens, tiles: AttentionTiles | None, softcap: float | None, sink_logits: Tensor | None
+) -> str | None:
+    """Why the kernel cannot compute a call, or None; looks at shapes alone.
+
+    Args:
+        query: ``[B, HQ, Sq, D]``.
+        exact: exact tokens.
+        tiles: packed tokens, or None.
+        softcap: cap of the scores, or None.
+        sink_logits: sinks of the softmax, or None; any are possible.
+    """
+    del sink_logits
+    if not query.is_cuda:
+        return f"the tensors lie on {query.device}, not on a CUDA device"
+    if driver is None:
+        return "cuda-bindings is not installed (pip install hf-subbyte-moe[cuda])"
+    if torch.cuda.get_device_capability(query.device) < _MIN_CAPABILITY:
+        return "the GPU is older than compute capability 8.0"
+    if query.shape[2] != 1:
+        return f"it takes one query token, not {query.shape[2]}"
+    dim, group = query.shape[-1], query.shape[1] // exact.keys.shape[1]
+    if dim not in _HEAD_DIMS or exact.values.shape[-1] != dim:
+        return f"it takes head dimensions {_HEAD_DIMS} for keys and values alike, not {dim}/{exact.values.shape[-1]}"
+    if group > _MAX_GROUP:
+        return f"it takes at most {_MAX_GROUP} query heads for a KV head, not {group}"
+    if query.dtype not in (torch.float16, torch.bfloat16) or exact.keys.dtype != query.dtype:
+        return f"it takes fp16 and bf16, not {query.dtype}"
+    if softcap is not None:
+        return "it has no softcap"
+    if tiles is None:
+        return None
+    if len(tiles.keys) != 1 or tiles.values.mean is not None:
+        return "it takes one part of keys, and values without a mean"
+    return _side_obstacle(tiles.keys[0], Order.KEYS) or _side_obstacle(tiles.values, Order.VALUES)
+
+
+class _Params(ctypes.Structure):
+    """``Params`` of the kernel."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "exact_key", "exact_value", "visible", "key_pages")),
+        *((name, ctypes.c_void_p) for name in ("value_pages", "mean", "key_signs", "value_signs", "sinks")),
+        ("key_pool", ctypes.c_void_p * _MAX_POOLS),
+        ("value_pool", ctypes.c_void_p * _MAX_POOLS),
+        ("table", ctypes.c_void_p * _MAX_POOLS),
+        *((name, ctypes.c_void_p) for name in ("output", "lse", "partial", "partial_state", "arrived")),
+        *((name, ctypes.c_uint64) for name in ("query_row", "query_head", "exact_row", "exact_head", "exact_token")),
+        *((name, ctypes.c_uint64) for name in ("visible_row", "page_row", "page_head")),
+        ("table_row", ctypes.c_uint64 * _MAX_POOLS),
+        ("table_head", ctypes.c_uint64 * _MAX_POOLS),
+        *((name, ctypes.c_int) for name in ("heads", "group", "exact", "tiles", "splits")),
+        ("scaling", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """What a kernel is compiled for.
+
+    Attributes:
+        tiers: per side, for each pool its tier, kind and the index of its table (-1 without one).
+        tables: entries and vector_dim of each table, the largest first.
+    """
+
+    device: int
+    head_dim: int
+    quads: int
+    bf16: bool
+    config: CudaConfig
+    tiers: tuple[tuple[tuple[int, str, int], ...], tuple[tuple[int, str, int], ...]]
+    tables: tuple[tuple[int, int], ...]
+
+    def source(self) -> str:
+        """The kernel's text behind the definitions that it wants."""
+        sides = [
+            " ".join(f"TIER({index}, {tier}, {kind}, {table})" for index, (tier, kind, table) in enumerate(side))
+            for side in self.tiers
+        ]
+        tables = " ".join(f"TABLE({index}, {size}, {dim})" for index, (size, dim) in enumerate(self.tables))
+        defined = {
+            "HEAD_DIM": self.head_dim,
+            "QUADS": self.quads,
+            "WARPS": self.config.warps,
+            "BLOCKS": self.config.blocks_per_sm,
+            "EXACT_BF16": int(self.bf16),
+            "KEY_TIERS": sides[0],
+            "VALUE_TIERS": sides[1],
+            "TABLES": tables,
+        }
+        return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + _SOURCE.read_text()
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """The values of a driver or NVRTC call.
+
+    Raises:
+        RuntimeError: the call failed.
+    """
+    code, *values = result
+    if int(code):
+        raise RuntimeError(f"CUDA call failed: {code.name}")
+    return values[0] if len(values) == 1 else values
+
+
+def compile_source(source: str, architecture: str) -> bytes:
+    """Machine code of a kernel's text.
+
+    Args:
+        source: CUDA C++.
+        architecture: for example "sm_90".
+
+    Raises:
+        RuntimeError: it does not compile; with the compiler's log.
+    """
+    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"decode_attention.cu", 0, [], []))
+    try:
+        options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17", b"-lineinfo"]
+        (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if int(code):
+            log = bytes(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+            _checked(nvrtc.nvrtcGetProgramLog(program, log))
+            raise RuntimeError(f"the decode attention kernel does not compile:\n{log.decode(errors='replace')}")
+        binary = bytes(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+        _checked(nvrtc.nvrtcGetCUBIN(program, binary))
+        return binary
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+class _Kernel:
+    """A compiled variant, ready to launch."""
+
+    def __init__(self, variant: _Variant) -> None:
+        major, minor = torch.cuda.get_device_capability(variant.device)
+        self._module = _checked(driver.cuModuleLoadData(compile_source(variant.source(), f"sm_{major}{minor}")))
+        self._function = _checked(driver.cuModuleGetFunction(self._module, b"decode_attention"))
+        place, _ = _checked(driver.cuModuleGetGlobal(self._module, b"SHARED_BYTES"))
+        size = ctypes.c_int()
+        _checked(driver.cuMemcpyDtoH(ctypes.addressof(size), place, ctypes.sizeof(size)))
+        self._shared = size.value
+        self._threads = 32 * variant.config.warps
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(driver.cuFuncSetAttribute(self._function, limit, self._shared))
+
+    def launch(self, blocks: int, params: _Params, stream: int) -> None:
+        """Launch on a stream; ``params`` are copied before the call returns."""
+        pointer = ctypes.c_void_p(ctypes.addressof(params))
+        shape = (blocks, 1, 1, self._threads, 1, 1)
+        _checked(driver.cuLaunchKernel(self._function, *shape, self._shared, stream, ctypes.addressof(pointer), 0))
+
+
+@lru_cache(maxsize=256)
+def _kernel(variant: _Variant) -> _Kernel:
+    with torch.cuda.device(variant.device):
+        torch.cuda.current_blas_handle()  # the driver's context of this device exists and is current from here on
+        return _Kernel(variant)
+
+
+@lru_cache(maxsize=8)
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache(maxsize=64)
+def _arrived(device: int, stream: int, size: int) -> Tensor:
+    """Counters of finished blocks: zero between calls, because the last block puts them back."""
+    del stream  # calls on one stream follow each other, so they can share them
+    return torch.zeros(size, dtype=torch.int32, device=f"cuda:{device}")
+
+
+@lru_cache(maxsize=1)
+def _tuned() -> dict[str, list[dict[str, float]]]:
+    """Device name -> what was the fastest at some numbers of heads and tiles."""
+    found: dict[str, list[dict[str, float]]] = json.loads(_TUNED.read_text()) if _TUNED.exists() else {}
+    return found
+
+
+@lru_cache(maxsize=1024)
+def choose_config(device: int, heads: int, tiles: int) -> CudaConfig:
+    """The tuned configuration nearest in size.
+
+    Args:
+        device: CUDA device.
+        heads: KV heads of all rows.
+        tiles: tiles of the longest row.
+    """
+    rows = _tuned().get(torch.cuda.get_device_name(device))
+    if not rows or not tiles:
+        return _DEFAULT
+    nearest = min(
+        rows, key=lambda row: abs(math.log(row["heads"] / heads)) + abs(math.log(row["tiles"] / tiles))
+    )
+    return CudaConfig(int(nearest["warps"]), int(nearest["blocks_per_sm"]))
+
+
+@lru_cache(maxsize=4096)
+def choose_splits(heads: int, tiles: int, config: CudaConfig, multiprocessors: int) -> int:
+    """Splits of a row that keep all multiprocessors busy for the shortest time.
+
+    A block takes a fixed time, as long as two rounds of its warps, and one more for each round of units.
+    """
+    slots = multiprocessors * config.blocks_per_sm
+    units = 2 * tiles
+
+    def cost(splits: int) -> float:
+        waves = math.ceil(heads * splits / slots)
+        rounds = math.ceil(units / splits / config.warps)
+        return waves * (2 + rounds) + 0.02 * splits
+
+    return min(range(1, max(1, min(units, 128)) + 1), key=cost)
+
+
+class _Arguments:
+    """Collects the tables and pools of both sides."""
+
+    def __init__(self, tiles: AttentionTiles | None) -> None:
+        sides = () if tiles is None else (tiles.keys[0], tiles.values)
+        found: dict[tuple[int, int, int], Tensor] = {}
+        for side in sides:
+            for tier in side.pools:
+                if tier in side.tables:
+                    found[self._identity(side.tables[tier])] = side.tables[tier]
+        tables = sorted(found.items(), key=lambda item: -item[1].shape[2])
+        self.tables = [table for _, table in tables]
+        place = {identity: index for index, (identity, _) in enumerate(tables)}
+        self.pools = [list(side.pools.values()) for side in sides]
+        chosen = []
+        for side in sides:
+            row = []
+            for tier in side.pools:
+                kind = _kind(side.formats[tier])
+                assert kind is not None
+                table = place[self._identity(side.tables[tier])] if tier in side.tables else -1
+                row.append((tier, kind, table))
+            chosen.append(tuple(row))
+        self.tiers = (chosen[0], chosen[1]) if chosen else ((), ())
+
+    @staticmethod
+    def _identity(table: Tensor) -> tuple[int, int, int]:
+        return table.data_ptr(), table.stride(0) * (table.shape[0] > 1), table.stride(1) * (table.shape[1] > 1)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Entries and vector_dim of each table."""
+        return tuple((table.shape[2], table.shape[3]) for table in self.tables)
+
+    def fill(self, params: _Params) -> None:
+        """Write the pointers."""
+        for index, table in enumerate(self.tables):
+            params.table[index], params.table_row[index], params.table_head[index] = self._identity(table)
+        for pools, to in zip(self.pools, (params.key_pool, params.value_pool), strict=False):
+            for index, pool in enumerate(pools):
+                to[index] = pool.data_ptr()
+
+
+def decode_attention_cuda(
+    query: Tensor,
+    exact: ExactTokens,
+    tiles: AttentionTiles | None,
+    scaling: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    splits: int | None = None,
+    config: CudaConfig | None = None,
+) -> AttentionResult:
+    """Attention of one query token; arguments and result as in :func:`decode_attention_reference`.
+
+    Args:
+        query: ``[B, HQ, 1, D]`` fp16 or bf16.
+        exact: tokens held exactly, with their mask.
+        tiles: packed tokens, or None.
+        scaling: factor of the scores.
+        softcap: None.
+        sink_logits: ``[HQ]`` logit of a sink in each head's softmax, or None.
+        splits: blocks for each row and KV head; chosen by size if None.
+        config: how a launch is cut; tuned if None.
+
+    Returns:
+        Output ``[B, HQ, 1, D]`` fp32 and log-sum-exp ``[B, HQ, 1]`` fp32; no entropy.
+
+    Raises:
+        ValueError: the kernel cannot compute this call; says why.
+    """
+    obstacle = cuda_obstacle(query, exact, tiles, softcap, sink_logits)
+    if obstacle is not None:
+        raise ValueError(f"the cuda kernel cannot compute this attention: {obstacle}")
+    batch, query_heads, _, dim = query.shape
+    heads = exact.keys.shape[1]
+    group, pairs = query_heads // heads, batch * heads
+    count = 0 if tiles is None else tiles.values.pages.shape[-1]
+    if count == 0:
+        tiles = None
+    device = query.device.index
+    config = config or choose_config(device, pairs, count)
+    splits = splits or choose_splits(pairs, count, config, _multiprocessors(device))
+    quads = 1 << max(0, math.ceil(group / 4) - 1).bit_length()
+
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    keys, values = (states if states.stride(-1) == 1 else states.contiguous() for states in (exact.keys, exact.values))
+    if keys.stride() != values.stride():
+        keys, values = keys.contiguous(), values.contiguous()
+    visible = exact.visible if exact.visible.stride(-1) == 1 else exact.visible.contiguous()
+    output = torch.empty(batch, query_heads, 1, dim, dtype=torch.float32, device=query.device)
+    lse = torch.empty(batch, query_heads, 1, dtype=torch.float32, device=query.device)
+    partial = torch.empty(pairs * splits * 4 * quads, dim + 2, dtype=torch.float32, device=query.device)
+    stream = torch.cuda.current_stream(query.device).cuda_stream
+    held = [query, keys, values, visible, partial]
+
+    params = _Params()
+    params.query, params.exact_key, params.exact_value = query.data_ptr(), keys.data_ptr(), values.data_ptr()
+    params.visible, params.visible_row = visible.data_ptr(), visible.stride(0)
+    params.query_row, params.query_head = query.stride(0), query.stride(1)
+    params.exact_row, params.exact_head, params.exact_token = keys.stride()[:3]
+    params.heads, params.group, params.exact = heads, group, keys.shape[2]
+    params.tiles, params.splits, params.scaling = count, splits, scaling
+    params.output, params.lse = output.data_ptr(), lse.data_ptr()
+    params.partial = partial.data_ptr()
+    params.partial_state = partial.data_ptr() + 4 * pairs * splits * 4 * quads * dim
+    params.arrived = _arrived(device, stream, 1 << pairs.bit_length()).data_ptr()
+    if sink_logits is not None:
+        sink_logits = sink_logits.float().contiguous()
+        held.append(sink_logits)
+        params.sinks = sink_logits.data_ptr()
+    arguments = _Arguments(tiles)
+    arguments.fill(params)
+    if tiles is not None:
+        key_side, value_side = tiles.keys[0], tiles.values
+        key_pages, value_pages = key_side.pages, value_side.pages
+        if key_pages.stride() != value_pages.stride() or key_pages.stride(-1) != 1:
+            key_pages, value_pages = key_pages.contiguous(), value_pages.contiguous()
+        held += [key_pages, value_pages]
+        params.key_pages, params.value_pages = key_pages.data_ptr(), value_pages.data_ptr()
+        params.page_row, params.page_head = key_pages.stride()[:2]
+        assert key_side.signs is not None
+        assert value_side.signs is not None
+        params.key_signs, params.value_signs = key_side.signs.data_ptr(), value_side.signs.data_ptr()
+        if key_side.mean is not None:
+            mean = key_side.mean.contiguous()
+            held.append(mean)
+            params.mean = mean.data_ptr()
+    variant = _Variant(
+        device=device,
+        head_dim=dim,
+        quads=quads,
+        bf16=query.dtype == torch.bfloat16,
+        config=config,
+        tiers=arguments.tiers,
+        tables=arguments.shapes,
+    )
+    _kernel(variant).launch(pairs * splits, params, stream)
+    return AttentionResult(output, lse, None)

@@ -1,0 +1,806 @@
+// Decode attention of one query token over packed tiles, the exact window and the sinks.
+//
+// One block computes one (row, KV head, split); the last block of a (row, KV head) to finish merges the splits, always
+// in the same order. Within a block every warp works for itself on units of 64 tokens and keeps its own softmax, so the
+// main loop has no barrier. Codes go from global memory to registers (lanes.py lays them out so that every load is
+// contiguous), from there through a table in shared memory straight into operand A of the tensor cores' m16n8k16; the
+// other operand holds queries or weights.
+//
+// Lane 4 g + t (g = 0..7, t = 0..3) holds of A the rows g and g + 8 and the contracted indices 2 t, 2 t + 1, 2 t + 8,
+// 2 t + 9; of B column g and the same indices; of the result rows g and g + 8 and columns 2 t, 2 t + 1. The registers of
+// A are (row g, 2 t), (row g + 8, 2 t), (row g, 2 t + 8), (row g + 8, 2 t + 8), two values each. An entry of a 4-D table
+// is loaded into two neighbouring registers, so its first pair of channels has to be in row g and its second in row
+// g + 8, at the same contracted index. B is what tells the two apart: queries come in quads, and the eight columns are
+// 4 queries x 2 parities.
+//
+// Keys. Row g + 8 p of A holds pair p of token g, for 8 channels of lane t's part. Column (query, p) of B holds what
+// the query has at pair p. In the result, row g of column (query, 0) plus row g + 8 of column (query, 1) is the score;
+// the other two of the lane's four elements are products of pairs that do not belong together, and are not used.
+//
+// Values. Row g + 8 p of A holds pair p of part g, at contracted index (token, e): channel e of the pair. Column
+// (query, e') of B is the weight of the token for the query where e = e', else 0:
+//
+//   sum over (token, e) of V[token, pair, e] P[token, query] [e = e'] = O[pair, e', query]
+//
+// so nothing has to be transposed, and all four elements are used: channels 4 i .. 4 i + 3 of part g for query t. Lane t
+// thus computes the scores of query t, keeps its softmax and its output. P gets from the lanes that computed it (token
+// g, query t) to those that need it (column g, tokens t and t + 4) by two shuffles for 16 tokens.
+//
+// The host defines, in front of this text: HEAD_DIM, QUADS (groups of 4 queries), WARPS, BLOCKS (blocks of an SM),
+// EXACT_BF16 (the model's dtype is bf16, else fp16), KEY_TIERS and VALUE_TIERS as lists of TIER(index, id, kind, table),
+// TABLES as a list of TABLE(index, entries, dim).
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+#define DEVICE __device__ __forceinline__
+
+// ---------------------------------------------------------------------------------------------- constants
+
+enum Kind { VQ175, VQ2, VQ3, VQ4, FP6, FP8 };
+
+constexpr int D = HEAD_DIM;
+constexpr int TILE = 128;
+constexpr int UNIT = 64;
+constexpr int THREADS = 32 * WARPS;
+constexpr int QUERIES = 4 * QUADS;
+constexpr int STEPS = D / 32;         // instructions for 8 tokens of keys or of values and a quad of queries
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float SLACK = 8.0f;         // the running maximum may lag behind by a factor of 2^8: P stays far below 65504
+constexpr u32 FULL = 0xffffffffu;
+#define INFINITE __int_as_float(0x7f800000)
+
+constexpr int bits_of(Kind kind) { return kind == VQ175 ? 7 : kind == VQ3 || kind == FP6 ? 6 : 8; }
+constexpr int dim_of(Kind kind) { return kind == VQ175 || kind == VQ2 ? 4 : kind == VQ3 || kind == VQ4 ? 2 : 1; }
+// words of a lane's stream in a unit, and how many of them are decoded at a time
+constexpr int words_of(Kind kind) { return UNIT * D / dim_of(kind) * bits_of(kind) / 1024; }
+constexpr int batch_of(Kind kind) {
+    const int most = bits_of(kind) == 6 ? 12 : 16;
+    return words_of(kind) < most ? words_of(kind) : most;
+}
+constexpr int vector_of(Kind kind) { return words_of(kind) % 4 == 0 ? 4 : words_of(kind) % 2 == 0 ? 2 : 1; }
+constexpr int record_of(Kind kind) { return 64 * words_of(kind) + TILE / 2; }
+// FP8 and FP6 bits that are moved into fp16 unchanged come out smaller by a power of two
+constexpr float unit_of(Kind kind) { return kind == FP8 ? 256.0f : kind == FP6 ? 16384.0f : 1.0f; }
+
+#define TABLE(index, entries, dim) +1
+constexpr int N_TABLES = 0 TABLES;
+#undef TABLE
+constexpr int table_bytes(int index) {
+    int bytes = 0;
+#define TABLE(i, entries, dim) if (i == index) bytes = entries * 128;
+    TABLES
+#undef TABLE
+    return bytes;
+}
+constexpr int table_offset(int index) {
+    int offset = 0;
+    for (int i = 0; i < index; ++i) offset += table_bytes(i);
+    return offset;
+}
+
+#define TIER(index, id, kind, table) +1
+constexpr int N_KEY_TIERS = 0 KEY_TIERS;
+constexpr int N_VALUE_TIERS = 0 VALUE_TIERS;
+#undef TIER
+
+// Shared memory: per warp the packed and the exact sum | queries, rotated and plain | per warp (m, l) twice | size of each
+// query and its product with the mean | a flag | tables. A table starts at a multiple of its size, so that an entry's
+// place is or-ed into the address; the host gives the largest tables first.
+constexpr int ROW_FLOATS = QUERIES * D;
+constexpr int QUERY_AT = 2 * WARPS * ROW_FLOATS * 4;
+constexpr int PLAIN_AT = QUERY_AT + QUERIES * D * 2;
+constexpr int STATE_AT = PLAIN_AT + QUERIES * D * 2;
+constexpr int FACTOR_AT = STATE_AT + 2 * WARPS * QUERIES * 8;
+constexpr int FLAG_AT = FACTOR_AT + QUERIES * 8;
+constexpr int TABLES_AT = FLAG_AT + 16;
+constexpr int TABLE_ALIGN = N_TABLES ? table_bytes(0) : 16;
+extern "C" __constant__ const int SHARED_BYTES = TABLES_AT + TABLE_ALIGN + table_offset(N_TABLES);
+
+struct Params {
+    const u16 *query;           // [B, HQ, D]
+    const u16 *exact_key;       // [B, H, E, D]
+    const u16 *exact_value;
+    const unsigned char *visible;  // [B, E]
+    const int *key_pages;       // [B, H, T]
+    const int *value_pages;
+    const float *mean;          // [B, H, D] or null
+    const float *key_signs;     // [D]
+    const float *value_signs;
+    const float *sinks;         // [HQ] or null
+    const u32 *key_pool[8];
+    const u32 *value_pool[8];
+    const u16 *table[8];
+    float *output;              // [B, HQ, D]
+    float *lse;                 // [B, HQ]
+    float *partial;             // [B H, splits, QUERIES, D]
+    float *partial_state;       // [B H, splits, QUERIES, 2]
+    u32 *arrived;               // [B H], zero before and after
+    u64 query_row, query_head;  // strides in elements
+    u64 exact_row, exact_head, exact_token;
+    u64 visible_row, page_row, page_head;
+    u64 table_row[8], table_head[8];
+    int heads, group, exact, tiles, splits;
+    float scaling;
+};
+
+extern __shared__ __align__(128) char shared[];
+
+// ---------------------------------------------------------------------------------------------- small things
+
+DEVICE u32 shared_address(const void *at) { return (u32)__cvta_generic_to_shared(at); }
+DEVICE u32 tables_address() { return (shared_address(shared + TABLES_AT) + TABLE_ALIGN - 1) & ~(u32)(TABLE_ALIGN - 1); }
+DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEVICE float log2_fast(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEVICE u32 half2(float low, float high) {
+    u32 y; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y;
+}
+DEVICE u32 bfloat2(float low, float high) {
+    u32 y; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y;
+}
+DEVICE float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
+DEVICE float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+DEVICE float from_half(u16 bits) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits)); return y; }
+DEVICE float from_model(u16 bits) {
+#if EXACT_BF16
+    return __uint_as_float((u32)bits << 16);
+#else
+    return from_half(bits);
+#endif
+}
+DEVICE u32 model2(float low, float high) {
+#if EXACT_BF16
+    return bfloat2(low, high);
+#else
+    return half2(low, high);
+#endif
+}
+DEVICE u32 select_bytes(u32 a, u32 selector) { u32 y; asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(a), "r"(selector)); return y; }
+
+DEVICE void mma_half(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+DEVICE void mma_model(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if EXACT_BF16
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    mma_half(c, a, b0, b1);
+#endif
+}
+
+// codes are read once: they pass L1 by
+DEVICE void load_words(u32 *to, const u32 *from, int count) {
+    if (count == 4)
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from));
+    else if (count == 2)
+        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
+    else
+        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
+}
+DEVICE float reduce_max_over_g(float x) {
+#pragma unroll
+    for (int bit = 4; bit < 32; bit <<= 1) x = fmaxf(x, __shfl_xor_sync(FULL, x, bit));
+    return x;
+}
+DEVICE float reduce_sum_over_g(float x) {
+#pragma unroll
+    for (int bit = 4; bit < 32; bit <<= 1) x += __shfl_xor_sync(FULL, x, bit);
+    return x;
+}
+
+// Walsh-Hadamard transform of one row that lies in a warp: lane l holds elements l D/32 .. + D/32 - 1.
+DEVICE void hadamard(float (&x)[D / 32], int lane) {
+    constexpr int OWN = D / 32;
+#pragma unroll
+    for (int bit = 1; bit < OWN; bit <<= 1)
+#pragma unroll
+        for (int i = 0; i < OWN; ++i)
+            if (!(i & bit)) {
+                const float a = x[i], b = x[i | bit];
+                x[i] = a + b;
+                x[i | bit] = a - b;
+            }
+#pragma unroll
+    for (int bit = 1; bit < 32; bit <<= 1)
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            const float other = __shfl_xor_sync(FULL, x[i], bit);
+            x[i] = lane & bit ? other - x[i] : x[i] + other;
+        }
+}
+constexpr float INV_SQRT_D = D == 128 ? 0.08838834764831845f : 0.125f;
+
+// ---------------------------------------------------------------------------------------------- decoding
+
+// Words of one batch of a lane's stream.
+template <Kind kind> DEVICE void load_batch(u32 (&words)[16], const u32 *unit, int batch, int lane) {
+    constexpr int V = vector_of(kind);
+#pragma unroll
+    for (int i = 0; i < batch_of(kind); i += V) load_words(words + i, unit + (batch * batch_of(kind) + i) * 32 + lane * V, V);
+}
+
+// Spare bits of a block of words, which are one more word of codes (bitpack.py).
+template <Kind kind> DEVICE u32 spare_word(const u32 (&words)[16], int block) {
+    constexpr int WORDS = bits_of(kind) == 7 ? 7 : 3, SPARE = bits_of(kind) == 7 ? 4 : 2;
+    u32 spare = 0;
+#pragma unroll
+    for (int w = WORDS - 1; w >= 0; --w) spare = __funnelshift_l(words[block * WORDS + w], spare, SPARE);
+    return spare;
+}
+
+// The word that holds code c of a batch, and its place in the word.
+template <Kind kind> DEVICE u32 word_of(const u32 (&words)[16], int c, int &shift) {
+    constexpr int BITS = bits_of(kind), EACH = 32 / BITS;
+    if (BITS == 8) {
+        shift = c % 4 * 8;
+        return words[c / 4];
+    }
+    constexpr int WORDS = BITS == 7 ? 7 : 3, BLOCK = WORDS * 32 / BITS;
+    const int block = c / BLOCK, place = c % BLOCK;
+    if (place < WORDS * EACH) {
+        shift = place % EACH * BITS;
+        return words[block * WORDS + place / EACH];
+    }
+    shift = (place - WORDS * EACH) * BITS;
+    return spare_word<kind>(words, block);
+}
+
+// 128 bytes of shared memory repeat one entry, so that every lane has banks of its own. Address of the lane's copy, given
+// the lane's copy of entry 0.
+template <Kind kind> DEVICE u32 entry_address(const u32 (&words)[16], int c, u32 origin) {
+    int shift;
+    const u32 word = word_of<kind>(words, c, shift);
+    const u32 moved = shift >= 7 ? word >> (shift - 7) : word << (7 - shift);
+    return (moved & (((1u << bits_of(kind)) - 1) << 7)) | origin;
+}
+template <Kind kind, int table> DEVICE u32 table_origin(u32 tables, int lane) {
+    return tables + table_offset(table) + (dim_of(kind) == 4 ? (lane & 15) * 8 : lane * 4);
+}
+
+DEVICE u32 e4m3_pair(u32 word, int pair) {  // bytes 2 pair, 2 pair + 1 -> fp16, times 2^-8
+    const u32 high = select_bytes(word, pair ? 0x3424 : 0x1404);
+    return (high & 0x80008000u) | ((high & 0x7f007f00u) >> 1);
+}
+DEVICE u32 e2m3_pair(u32 low, u32 high) {  // two 6-bit codes -> fp16, times 2^-14
+    const u32 both = low | high << 16;
+    return (both & 0x00200020u) << 10 | (both & 0x001f001fu) << 7;
+}
+
+// Four neighbouring channels of a token as two registers: group `index` of the batch.
+template <Kind kind> DEVICE void four_values(u32 &first, u32 &second, const u32 (&words)[16], int index, u32 origin) {
+    if constexpr (dim_of(kind) == 4) {
+        asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "r"(entry_address<kind>(words, index, origin)));
+    } else if constexpr (dim_of(kind) == 2) {
+        asm("ld.shared.u32 %0, [%1];" : "=r"(first) : "r"(entry_address<kind>(words, 2 * index, origin)));
+        asm("ld.shared.u32 %0, [%1];" : "=r"(second) : "r"(entry_address<kind>(words, 2 * index + 1, origin)));
+    } else if constexpr (kind == FP8) {
+        first = e4m3_pair(words[index], 0);
+        second = e4m3_pair(words[index], 1);
+    } else {
+        u32 code[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            int shift;
+            const u32 word = word_of<kind>(words, 4 * index + i, shift);
+            code[i] = word >> shift & 63;
+        }
+        first = e2m3_pair(code[0], code[1]);
+        second = e2m3_pair(code[2], code[3]);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------- one warp's state
+
+struct Warp {
+    int lane, g, t;
+    float top[QUADS];     // running maximum of the scores in units of log 2, for query 4 a + t
+    float total[QUADS];   // this lane's share of the denominator
+    float sum[QUADS][STEPS][4];
+    float largest;        // the unit of `sum`: weights are multiplied by value scales, which may have any size
+
+    DEVICE void clear() {
+        largest = 1e-30f;
+#pragma unroll
+        for (int a = 0; a < QUADS; ++a) {
+            top[a] = -INFINITE;
+            total[a] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < STEPS; ++i)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) sum[a][i][e] = 0.0f;
+        }
+    }
+
+    DEVICE void scale_sum(int a, float factor) {
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[a][i][e] *= factor;
+    }
+
+    // Raise the running maxima to those of this unit where a score is far above; `highest` is the lane's own.
+    DEVICE void raise(const float (&highest)[QUADS]) {
+        bool above = false;
+#pragma unroll
+        for (int a = 0; a < QUADS; ++a) above |= highest[a] > top[a] + SLACK;
+        if (!__any_sync(FULL, above)) return;
+#pragma unroll
+        for (int a = 0; a < QUADS; ++a) {
+            const float raised = fmaxf(top[a], reduce_max_over_g(highest[a]));
+            const float keep = raised == -INFINITE ? 1.0f : exp2_fast(top[a] - raised);
+            total[a] *= keep;
+            scale_sum(a, keep);
+            top[a] = raised;
+        }
+    }
+
+    // Make `largest` at least as large as every value scale of the unit.
+    DEVICE void widen(float scale) {
+        if (!__any_sync(FULL, scale > largest)) return;
+#pragma unroll
+        for (int bit = 1; bit < 32; bit <<= 1) scale = fmaxf(scale, __shfl_xor_sync(FULL, scale, bit));
+        const float wider = 2.0f * scale, factor = largest / wider;
+#pragma unroll
+        for (int a = 0; a < QUADS; ++a) scale_sum(a, factor);
+        largest = wider;
+    }
+
+    // Leave sums and states in shared memory: slot 0 packed, 1 exact.
+    DEVICE void store(int slot, int warp) {
+        float *sums = reinterpret_cast<float *>(shared) + (slot * WARPS + warp) * ROW_FLOATS;
+        float2 *states = reinterpret_cast<float2 *>(shared + STATE_AT) + (slot * WARPS + warp) * QUERIES;
+        const float unit = largest;
+#pragma unroll
+        for (int a = 0; a < QUADS; ++a) {
+            const float whole = reduce_sum_over_g(total[a]);
+            if (g == 0) states[4 * a + t] = make_float2(top[a], whole);
+#pragma unroll
+            for (int i = 0; i < STEPS; ++i)
+                *reinterpret_cast<float4 *>(sums + (4 * a + t) * D + g * (D / 8) + 4 * i) =
+                    make_float4(sum[a][i][0] * unit, sum[a][i][1] * unit, sum[a][i][2] * unit, sum[a][i][3] * unit);
+        }
+    }
+};
+
+// Weights of 16 tokens as B operands of two octets: `pair` holds this lane's query for tokens g (low) and g + 8 (high).
+DEVICE void spread_weights(u32 (&b)[2][2], u32 pair, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    const u32 near = __shfl_sync(FULL, pair, 4 * t + (g >> 1)), far = __shfl_sync(FULL, pair, 4 * t + 16 + (g >> 1));
+    const u32 low = g & 1 ? 0x1044 : 0x4410, high = g & 1 ? 0x3244 : 0x4432;
+    b[0][0] = select_bytes(near, low);
+    b[0][1] = select_bytes(far, low);
+    b[1][0] = select_bytes(near, high);
+    b[1][1] = select_bytes(far, high);
+}
+
+// ---------------------------------------------------------------------------------------------- packed units
+
+constexpr int OCTETS = UNIT / 8;
+typedef float Scores[OCTETS][QUADS];  // lane 4 g + t: tokens 8 i + g, queries 4 a + t
+typedef u32 Queries[QUADS][STEPS][2];
+
+// B operands of the group's queries: column g is query g / 2 of a quad, pairs g % 2 of lane t's channels.
+DEVICE void load_queries(Queries &query, int at, int g, int t) {
+#pragma unroll
+    for (int a = 0; a < QUADS; ++a)
+#pragma unroll
+        for (int j = 0; j < STEPS; ++j)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                query[a][j][half] = *reinterpret_cast<const u32 *>(
+                    shared + at + 2 * ((4 * a + (g >> 1)) * D + t * (D / 4) + 8 * j + 4 * half + 2 * (g & 1)));
+}
+
+template <Kind kind>
+DEVICE void key_unit(Scores &scores, u32 (&words)[16], const u32 *unit, const Queries &query, u32 origin, int lane) {
+    constexpr int BATCHES = words_of(kind) / batch_of(kind), EACH = OCTETS / BATCHES;
+    static_assert(EACH * BATCHES == OCTETS, "a batch is a whole number of octets");
+#pragma unroll
+    for (int batch = 0; batch < BATCHES; ++batch) {
+        u32 next[16];
+        if (batch + 1 < BATCHES) load_batch<kind>(next, unit, batch + 1, lane);
+#pragma unroll
+        for (int octet = 0; octet < EACH; ++octet) {
+            float c[QUADS][4];
+#pragma unroll
+            for (int a = 0; a < QUADS; ++a)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) c[a][e] = 0.0f;
+#pragma unroll
+            for (int j = 0; j < STEPS; ++j) {
+                u32 k[4];
+                four_values<kind>(k[0], k[1], words, 2 * (octet * STEPS + j), origin);
+                four_values<kind>(k[2], k[3], words, 2 * (octet * STEPS + j) + 1, origin);
+#pragma unroll
+                for (int a = 0; a < QUADS; ++a) mma_half(c[a], k, query[a][j][0], query[a][j][1]);
+            }
+#pragma unroll
+            for (int a = 0; a < QUADS; ++a) scores[batch * EACH + octet][a] = c[a][0] + c[a][3];
+        }
+        if (batch + 1 < BATCHES)
+#pragma unroll
+            for (int i = 0; i < 16; ++i) words[i] = next[i];
+    }
+}
+
+template <Kind kind>
+DEVICE void value_unit(Warp &warp, u32 (&words)[16], const u32 *unit, const u32 (&weights)[4][QUADS], u32 origin, int lane) {
+    constexpr int BATCHES = words_of(kind) / batch_of(kind), EACH = OCTETS / BATCHES;
+    u32 b[QUADS][2][2];
+#pragma unroll
+    for (int batch = 0; batch < BATCHES; ++batch) {
+        u32 next[16];
+        if (batch + 1 < BATCHES) load_batch<kind>(next, unit, batch + 1, lane);
+#pragma unroll
+        for (int octet = 0; octet < EACH; ++octet) {
+            const int whole = batch * EACH + octet;
+            if (whole % 2 == 0)
+#pragma unroll
+                for (int a = 0; a < QUADS; ++a) spread_weights(b[a], weights[whole / 2][a], lane);
+#pragma unroll
+            for (int i = 0; i < STEPS; ++i) {
+                u32 v[4];
+                four_values<kind>(v[0], v[1], words, 2 * octet * STEPS + i, origin);
+                four_values<kind>(v[2], v[3], words, (2 * octet + 1) * STEPS + i, origin);
+#pragma unroll
+                for (int a = 0; a < QUADS; ++a) mma_half(warp.sum[a][i], v, b[a][whole % 2][0], b[a][whole % 2][1]);
+            }
+        }
+        if (batch + 1 < BATCHES)
+#pragma unroll
+            for (int i = 0; i < 16; ++i) words[i] = next[i];
+    }
+}
+
+// A unit of a record: where its codes and its scales lie.
+template <Kind kind> DEVICE const u32 *codes_at(const u32 *pool, int page, int unit) {
+    return pool + (u64)(page & 0xffffff) * record_of(kind) + (unit & 1) * 32 * words_of(kind);
+}
+template <Kind kind> DEVICE const u32 *scales_at(const u32 *pool, int page, int unit, int g) {
+    return pool + (u64)(page & 0xffffff) * record_of(kind) + 64 * words_of(kind) + ((unit & 1) * 8 + g) * 4;
+}
+
+DEVICE void prefetch_key(const Params &p, int page, int unit, u32 (&words)[16], int lane) {
+#define TIER(index, id, kind, table) \
+    if (N_KEY_TIERS == 1 || page >> 24 == id) load_batch<kind>(words, codes_at<kind>(p.key_pool[index], page, unit), 0, lane);
+    KEY_TIERS
+#undef TIER
+}
+DEVICE void prefetch_value(const Params &p, int page, int unit, u32 (&words)[16], int lane) {
+#define TIER(index, id, kind, table) \
+    if (N_VALUE_TIERS == 1 || page >> 24 == id) load_batch<kind>(words, codes_at<kind>(p.value_pool[index], page, unit), 0, lane);
+    VALUE_TIERS
+#undef TIER
+}
+DEVICE void prefetch_scales(const Params &p, int key_page, int value_page, int unit, u32 (&key)[4], u32 (&value)[4], int g) {
+#define TIER(index, id, kind, table) \
+    if (N_KEY_TIERS == 1 || key_page >> 24 == id) load_words(key, scales_at<kind>(p.key_pool[index], key_page, unit, g), 4);
+    KEY_TIERS
+#undef TIER
+#define TIER(index, id, kind, table) \
+    if (N_VALUE_TIERS == 1 || value_page >> 24 == id) load_words(value, scales_at<kind>(p.value_pool[index], value_page, unit, g), 4);
+    VALUE_TIERS
+#undef TIER
+}
+DEVICE float key_unit_size(int page) {
+    float size = 1.0f;
+#define TIER(index, id, kind, table) if (N_KEY_TIERS == 1 || page >> 24 == id) size = unit_of(kind);
+    KEY_TIERS
+#undef TIER
+    return size;
+}
+DEVICE float value_unit_size(int page) {
+    float size = 1.0f;
+#define TIER(index, id, kind, table) if (N_VALUE_TIERS == 1 || page >> 24 == id) size = unit_of(kind);
+    VALUE_TIERS
+#undef TIER
+    return size;
+}
+
+DEVICE void packed_units(const Params &p, Warp &warp, const int *key_pages, const int *value_pages, int unit, int end) {
+    const int lane = warp.lane, g = warp.g, t = warp.t;
+    int key_page = -1, value_page = -1;
+    u32 key_words[16], value_words[16], key_scales[4], value_scales[4];
+    if (unit < end) {
+        key_page = key_pages[unit >> 1];
+        value_page = value_pages[unit >> 1];
+    }
+    if (key_page >= 0) {
+        prefetch_key(p, key_page, unit, key_words, lane);
+        prefetch_value(p, value_page, unit, value_words, lane);
+        prefetch_scales(p, key_page, value_page, unit, key_scales, value_scales, g);
+    }
+    const u32 tables = tables_address();
+    Queries query;
+    load_queries(query, QUERY_AT, g, t);
+    float size[QUADS];
+#pragma unroll
+    for (int a = 0; a < QUADS; ++a) size[a] = reinterpret_cast<const float2 *>(shared + FACTOR_AT)[4 * a + t].x;
+    while (key_page >= 0) {
+        const int next = unit + WARPS;
+        int next_key = -1, next_value = -1;
+        if (next < end) {
+            next_key = key_pages[next >> 1];
+            next_value = value_pages[next >> 1];
+        }
+        Scores scores;
+#define TIER(index, id, kind, table) \
+    if (N_KEY_TIERS == 1 || key_page >> 24 == id) \
+        key_unit<kind>(scores, key_words, codes_at<kind>(p.key_pool[index], key_page, unit), query, \
+                       table_origin<kind, table>(tables, lane), lane);
+        KEY_TIERS
+#undef TIER
+        if (next_key >= 0) prefetch_key(p, next_key, next, key_words, lane);
+
+        // scores, their maxima, weights
+        const float key_size = key_unit_size(key_page), value_size = value_unit_size(value_page);
+        float highest[QUADS], widest = 0.0f;
+#pragma unroll
+        for (int a = 0; a < QUADS; ++a) highest[a] = -INFINITE;
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            const float low = bf16_low(key_scales[m]) * key_size, high = bf16_high(key_scales[m]) * key_size;
+            widest = fmaxf(widest, fmaxf(bf16_low(value_scales[m]), bf16_high(value_scales[m])));
+#pragma unroll
+            for (int a = 0; a < QUADS; ++a) {
+                float &x = scores[2 * m][a], &y = scores[2 * m + 1][a];
+                x *= low;
+                y *= high;
+                highest[a] = fmaxf(highest[a], fmaxf(x, y));
+            }
+        }
+#pragma unroll
+        for (int a = 0; a < QUADS; ++a) highest[a] *= size[a];
+        warp.raise(highest);
+        warp.widen(widest * value_size);
+        const float shrink = value_size / warp.largest;
+        u32 weights[4][QUADS];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            const float low = bf16_low(value_scales[m]) * shrink, high = bf16_high(value_scales[m]) * shrink;
+#pragma unroll
+            for (int a = 0; a < QUADS; ++a) {
+                const float x = exp2_fast(fmaf(scores[2 * m][a], size[a], -warp.top[a]));
+                const float y = exp2_fast(fmaf(scores[2 * m + 1][a], size[a], -warp.top[a]));
+                warp.total[a] += x + y;
+                weights[m][a] = half2(x * low, y * high);
+            }
+        }
+        if (next_key >= 0) prefetch_scales(p, next_key, next_value, next, key_scales, value_scales, g);
+
+#define TIER(index, id, kind, table) \
+    if (N_VALUE_TIERS == 1 || value_page >> 24 == id) \
+        value_unit<kind>(warp, value_words, codes_at<kind>(p.value_pool[index], value_page, unit), weights, \
+                         table_origin<kind, table>(tables, lane), lane);
+        VALUE_TIERS
+#undef TIER
+        if (next_key >= 0) prefetch_value(p, next_value, next, value_words, lane);
+        unit = next;
+        key_page = next_key;
+        value_page = next_value;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------- exact tokens
+
+// 16 exact tokens, operands straight from the model's keys and values. Tokens that are not visible are never read.
+DEVICE void exact_step(const Params &p, Warp &warp, const u16 *keys, const u16 *values, const unsigned char *visible, int first) {
+    const int lane = warp.lane, g = warp.g, t = warp.t;
+    const int tokens[2] = {first + g, first + g + 8};
+    bool seen[2];
+    u32 k[2][D / 8];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        seen[half] = tokens[half] < p.exact && visible[tokens[half]];
+#pragma unroll
+        for (int i = 0; i < D / 8; ++i) k[half][i] = 0;
+        if (seen[half])
+#pragma unroll
+            for (int i = 0; i < D / 8; i += 4) load_words(k[half] + i, reinterpret_cast<const u32 *>(keys + tokens[half] * p.exact_token + t * (D / 4)) + i, 4);
+    }
+    u32 v[4][D / 16];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int token = first + t + 4 * i;
+        const bool there = token < p.exact && visible[token];
+#pragma unroll
+        for (int w = 0; w < D / 16; ++w) v[i][w] = 0;
+        if (there)
+#pragma unroll
+            for (int w = 0; w < D / 16; w += 4) load_words(v[i] + w, reinterpret_cast<const u32 *>(values + token * p.exact_token + g * (D / 8)) + w, 4);
+    }
+    Queries query;
+    load_queries(query, PLAIN_AT, g, t);
+    float scores[2][QUADS], highest[QUADS];
+    const float factor = p.scaling * LOG2E;
+#pragma unroll
+    for (int a = 0; a < QUADS; ++a) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+            for (int j = 0; j < STEPS; ++j) {
+                const u32 operand[4] = {k[half][4 * j], k[half][4 * j + 1], k[half][4 * j + 2], k[half][4 * j + 3]};
+                mma_model(c, operand, query[a][j][0], query[a][j][1]);
+            }
+            scores[half][a] = seen[half] ? (c[0] + c[3]) * factor : -INFINITE;
+        }
+        highest[a] = fmaxf(scores[0][a], scores[1][a]);
+    }
+    warp.raise(highest);
+#pragma unroll
+    for (int a = 0; a < QUADS; ++a) {
+        const float top = warp.top[a] == -INFINITE ? 0.0f : warp.top[a];
+        const float x = exp2_fast(scores[0][a] - top), y = exp2_fast(scores[1][a] - top);
+        warp.total[a] += x + y;
+        u32 b[2][2];
+        spread_weights(b, model2(x, y), lane);
+#pragma unroll
+        for (int octet = 0; octet < 2; ++octet)
+#pragma unroll
+            for (int i = 0; i < STEPS; ++i) {
+                const u32 operand[4] = {v[2 * octet][2 * i], v[2 * octet][2 * i + 1], v[2 * octet + 1][2 * i], v[2 * octet + 1][2 * i + 1]};
+                mma_model(warp.sum[a][i], operand, b[octet][0], b[octet][1]);
+            }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------- before and after
+
+// Copies of each entry side by side; 16 bytes a thread and step.
+DEVICE void fill_tables(const Params &p, int row, int head) {
+    const u32 tables = tables_address();
+#define TABLE(index, entries, dim) { \
+        const u16 *from = p.table[index] + row * p.table_row[index] + head * p.table_head[index]; \
+        for (int i = threadIdx.x; i < entries * 8; i += THREADS) { \
+            const u32 *entry = reinterpret_cast<const u32 *>(from + (i >> 3) * dim); \
+            const u32 first = __ldg(entry), second = dim == 4 ? __ldg(entry + 1) : first; \
+            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %1, %2};" :: "r"(tables + table_offset(index) + i * 16), "r"(first), "r"(second)); \
+        } }
+    TABLES
+#undef TABLE
+}
+
+// The group's queries: as they are, and rotated, in units of their largest element.
+DEVICE void place_queries(const Params &p, int row, int head, int warp, int lane) {
+    constexpr int OWN = D / 32;
+    u16 *rotated = reinterpret_cast<u16 *>(shared + QUERY_AT), *plain = reinterpret_cast<u16 *>(shared + PLAIN_AT);
+    float2 *factors = reinterpret_cast<float2 *>(shared + FACTOR_AT);
+    for (int query = warp; query < QUERIES; query += WARPS) {
+        const bool real = query < p.group;
+        const u16 *from = p.query + row * p.query_row + (u64)(head * p.group + query) * p.query_head + lane * OWN;
+        float x[OWN], offset = 0.0f, largest = 0.0f;
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            const u16 bits = real ? from[i] : (u16)0;
+            plain[query * D + lane * OWN + i] = bits;
+            x[i] = from_model(bits);
+            if (p.mean) offset += x[i] * p.mean[((u64)row * p.heads + head) * D + lane * OWN + i];
+            if (p.tiles) x[i] *= p.key_signs[lane * OWN + i];
+        }
+        hadamard(x, lane);
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) largest = fmaxf(largest, fabsf(x[i]));
+#pragma unroll
+        for (int bit = 1; bit < 32; bit <<= 1) {
+            largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, bit));
+            offset += __shfl_xor_sync(FULL, offset, bit);
+        }
+        const float inverse = largest > 0.0f ? 1.0f / largest : 0.0f;
+#pragma unroll
+        for (int i = 0; i < OWN; i += 2)
+            *reinterpret_cast<u32 *>(rotated + query * D + lane * OWN + i) = half2(x[i] * inverse, x[i + 1] * inverse);
+        if (lane == 0) factors[query] = make_float2(largest * INV_SQRT_D * p.scaling * LOG2E, offset * p.scaling * LOG2E);
+    }
+}
+
+// Weighted sum of the warps' rows of one slot, in the order of the warps; lane holds D/32 channels.
+DEVICE void merge_warps(int slot, int query, int lane, float (&x)[D / 32], float &top, float &total) {
+    constexpr int OWN = D / 32;
+    const float *sums = reinterpret_cast<const float *>(shared) + slot * WARPS * ROW_FLOATS + query * D + lane * OWN;
+    const float2 *states = reinterpret_cast<const float2 *>(shared + STATE_AT) + slot * WARPS * QUERIES + query;
+    top = -INFINITE;
+    total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) x[i] = 0.0f;
+    for (int w = 0; w < WARPS; ++w) top = fmaxf(top, states[w * QUERIES].x);
+    if (top == -INFINITE) return;
+#pragma unroll 4
+    for (int w = 0; w < WARPS; ++w) {
+        const float2 state = states[w * QUERIES];
+        if (state.x == -INFINITE) continue;  // its row was never written
+        const float weight = exp2_fast(state.x - top);
+        total += weight * state.y;
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) x[i] += weight * sums[w * ROW_FLOATS + i];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(const __grid_constant__ Params p) {
+    const int pair = blockIdx.x / p.splits, split = blockIdx.x % p.splits;
+    const int row = pair / p.heads, head = pair % p.heads;
+    const int index = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    place_queries(p, row, head, index, lane);
+    if (p.tiles) fill_tables(p, row, head);
+    __syncthreads();
+
+    // work of this block: steps of 16 exact tokens, then units of packed ones, dealt out to the warps in turn
+    const int exact_steps = (p.exact + 15) / 16, units = 2 * p.tiles;
+    const int first_step = exact_steps * split / p.splits, steps = exact_steps * (split + 1) / p.splits - first_step;
+    const int first_unit = (int)((long long)units * split / p.splits), end = (int)((long long)units * (split + 1) / p.splits);
+    Warp warp;
+    warp.lane = lane;
+    warp.g = lane >> 2;
+    warp.t = lane & 3;
+    warp.clear();
+    int turn = index;
+    if (turn < steps) {
+        const u16 *keys = p.exact_key + row * p.exact_row + head * p.exact_head;
+        const u16 *values = p.exact_value + row * p.exact_row + head * p.exact_head;
+        const unsigned char *visible = p.visible + row * p.visible_row;
+        warp.largest = 1.0f;
+        for (; turn < steps; turn += WARPS) exact_step(p, warp, keys, values, visible, 16 * (first_step + turn));
+    }
+    warp.store(1, index);
+    warp.clear();
+    packed_units(p, warp, p.key_pages + row * p.page_row + head * p.page_head, p.value_pages + row * p.page_row + head * p.page_head,
+                 first_unit + turn - steps, end);
+    warp.store(0, index);
+    __syncthreads();
+
+    // the block's sum: packed part rotated back, exact part as it is
+    constexpr int OWN = D / 32;
+    for (int query = index; query < p.group; query += WARPS) {
+        float x[OWN], y[OWN], top, total, exact_top, exact_total;
+        merge_warps(0, query, lane, x, top, total);
+        merge_warps(1, query, lane, y, exact_top, exact_total);
+        top += reinterpret_cast<const float2 *>(shared + FACTOR_AT)[query].y;
+        hadamard(x, lane);
+        const float both = fmaxf(top, exact_top);
+        const float packed_weight = top == -INFINITE ? 0.0f : exp2_fast(top - both);
+        const float exact_weight = exact_top == -INFINITE ? 0.0f : exp2_fast(exact_top - both);
+        total = total * packed_weight + exact_total * exact_weight;
+#pragma unroll
+        for (int i = 0; i < OWN; ++i)
+            x[i] = (p.tiles ? x[i] * p.value_signs[lane * OWN + i] * INV_SQRT_D * packed_weight : 0.0f) + y[i] * exact_weight;
+        const u64 at = (u64)(pair * p.splits + split) * QUERIES + query;
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) p.partial[at * D + lane * OWN + i] = x[i];
+        if (lane == 0) reinterpret_cast<float2 *>(p.partial_state)[at] = make_float2(both, total);
+    }
+    if (p.splits > 1) {
+        __threadfence();
+        __syncthreads();
+        u32 *flag = reinterpret_cast<u32 *>(shared + FLAG_AT);
+        if (threadIdx.x == 0) *flag = atomicAdd(p.arrived + pair, 1u);
+        __syncthreads();
+        if (*flag != p.splits - 1) return;
+        __threadfence();
+        if (threadIdx.x == 0) p.arrived[pair] = 0;
+    } else {
+        __syncthreads();
+    }
+    const float2 *states = reinterpret_cast<const float2 *>(p.partial_state) + (u64)pair * p.splits * QUERIES;
+    for (int i = threadIdx.x; i < p.group * D; i += THREADS) {
+        const int query = i / D, channel = i % D, head_index = head * p.group + query;
+        const float sink = p.sinks ? p.sinks[head_index] * LOG2E : -INFINITE;
+        float top = sink, total, x = 0.0f;
+        for (int s = 0; s < p.splits; ++s) top = fmaxf(top, __ldcg(states + s * QUERIES + query).x);
+        total = sink == -INFINITE ? 0.0f : exp2_fast(sink - top);
+        const float *from = p.partial + ((u64)pair * p.splits * QUERIES + query) * D + channel;
+#pragma unroll 4
+        for (int s = 0; s < p.splits; ++s) {
+            const float2 state = __ldcg(states + s * QUERIES + query);
+            const float weight = state.x == -INFINITE ? 0.0f : exp2_fast(state.x - top);
+            total += weight * state.y;
+            x += weight * __ldcg(from + (u64)s * QUERIES * D);
+        }
+        const u64 at = (u64)row * p.heads * p.group + head_index;
+        p.output[at * D + channel] = total > 0.0f ? x / total : 0.0f;
+        if (channel == 0) p.lse[at] = total > 0.0f ? (top + log2_fast(total)) / LOG2E : -INFINITE;
+    }
+}
