@@ -1,0 +1,455 @@
+"""Time decode attention over packed tiles beside bf16 attention: ``python kernels/benchmarks/run.py``.
+
+It needs a CUDA device. A full run takes about 8 minutes and writes ``results/decode_attention.json`` after each cell
+(a model shape, a batch, a context). ``--smoke`` goes through everything with tiny caches, on a CPU too. ``--tune``
+chooses the CUDA kernel's configurations instead; ``--plot`` and ``--report`` only read the result file.
+"""
+
+import dataclasses
+import datetime
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import plot
+import results
+import torch
+import typer
+from baselines import Baseline, failures, fastest, first_line, time_baselines, time_quantized_cache
+from gate import packed_gate
+from inputs import PackedInput, packed_bytes, packed_input, sets_wanted
+from results import Measured, Record, error_ratio, not_right
+from rich.console import Console
+from rich.table import Table
+from shapes import MIX, MIXTRAL, TUNED, Cell, Variant, backends, grid, smoke_grid, variants
+from timing import DESCRIPTION, Clock
+
+from subbyte_kernels.decode_attention import AttentionResult, decode_attention_reference
+
+
+_CONFIGS = results.FOLDER.parent / "subbyte_kernels" / "decode_attention" / "configs.json"
+_TUNING_MS = 10.0
+_SLOW_SETS = 2  # plain PyTorch takes so long that no cache matters
+_WIDTH = 150  # of tables, where the output is no terminal
+_console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+
+
+class DeviceLostError(RuntimeError):
+    """The device answers no more; what comes later in this process cannot be measured."""
+
+
+class Only:
+    """Filters from the command line: ``key=value``, those of one key as alternatives."""
+
+    KEYS = ("shape", "batch", "context", "pair", "backend")
+
+    def __init__(self, given: list[str]) -> None:
+        """Raises ValueError for a key that does not exist."""
+        self._wanted: dict[str, set[str]] = {}
+        for text in given:
+            key, _, value = text.partition("=")
+            if key not in self.KEYS or not value:
+                raise ValueError(f"--only {text!r} is not possible: it is KEY=VALUE with a key of {list(self.KEYS)}")
+            self._wanted.setdefault(key, set()).add(value.lower())
+
+    def _takes(self, key: str, value: str) -> bool:
+        return key not in self._wanted or value.lower() in self._wanted[key]
+
+    def cell(self, cell: Cell) -> bool:
+        named = self._wanted.get("shape")
+        shape = named is None or any(cell.shape.name.lower().startswith(name) for name in named)
+        return shape and self._takes("batch", str(cell.batch)) and self._takes("context", str(cell.context))
+
+    def variant(self, variant: Variant) -> bool:
+        return self._takes("pair", variant.name)
+
+    def backend(self, name: str) -> bool:
+        return self._takes("backend", name)
+
+
+class Budget:
+    """Seconds that a run may take, and what it left out for want of them."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+        self.skipped: list[str] = []
+
+    def allows(self, seconds: float, what: str) -> bool:
+        """Whether something that takes about so long still fits; remembered if it does not."""
+        if self._end is None or time.monotonic() + seconds <= self._end:
+            return True
+        self.skipped.append(what)
+        return False
+
+
+def _attention(backend: str, given: PackedInput) -> AttentionResult:
+    scaling = given.query.shape[-1] ** -0.5
+    if backend == "torch":
+        return decode_attention_reference(given.query, given.exact, given.tiles, scaling)
+    from subbyte_kernels.decode_attention.select import decode_attention
+
+    return decode_attention(given.query, given.exact, given.tiles, scaling, backend=backend)
+
+
+def _check_device(device: torch.device) -> None:
+    """Raises DeviceLostError where an earlier kernel broke the CUDA context."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        raise DeviceLostError(first_line(error)) from error
+
+
+def _sets(cell: Cell, variant: Variant, device: torch.device) -> list[PackedInput]:
+    first = packed_input(cell, variant, device, seed=0)
+    count = sets_wanted(packed_bytes(first), device)
+    return [first, *(packed_input(cell, variant, device, seed) for seed in range(1, count))]
+
+
+def measure(cell: Cell, variant: Variant, backend: str, clock: Clock) -> Measured:
+    """Check one variant's output, then time it."""
+    sets = _sets(cell, variant, clock.device)
+    gate = packed_gate(cell, sets[0])
+    size = packed_bytes(sets[0])
+    try:
+        error = gate.error(_attention(backend, sets[0]).output)
+        ratio = error_ratio(error, gate.plain_error)
+        if not_right(ratio):
+            reason = f"error {error:.2e} is {results.shown(ratio, '.1f')} times that of bf16 attention"
+            return Measured(None, size, error, gate.plain_error, reason)
+        graph = backend != "torch"
+        timed = sets if graph else sets[:_SLOW_SETS]
+        timing = clock.time([functools.partial(_attention, backend, given) for given in timed], graph=graph)
+    except failures() as problem:
+        return Measured(None, size, None, gate.plain_error, first_line(problem))
+    return Measured(timing, size, error, gate.plain_error)
+
+
+def _time_cell_baselines(cell: Cell, clock: Clock, notes: list[str], quantized: bool) -> list[Baseline]:
+    """All baselines of a cell, or none with a note where its cache does not fit the device."""
+    timed: list[Baseline] = []
+    try:
+        timed = time_baselines(cell, clock)
+        _check_device(clock.device)
+        if quantized:
+            other = time_quantized_cache(cell, clock)
+            timed.append(other)
+            if other.failed:
+                notes.append(f"{cell.name}: {other.name} was not timed: {other.failed}")
+    except torch.OutOfMemoryError:
+        notes.append(f"{cell.name}: {cell.plain_bytes / 2**30:.0f} GiB of bf16 cache do not fit beside what it needs")
+    _check_device(clock.device)
+    return timed
+
+
+def _conditions(device: torch.device, copy_gbs: float | None) -> Record:
+    """What a reader needs to know beside the numbers."""
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = "not installed"
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else f"CPU ({torch.get_num_threads()} threads)"
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else "none",
+        "commit": os.environ.get("BENCH_COMMIT") or _output("git", "rev-parse", "--short", "HEAD"),
+        "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
+        "copy_gbs": copy_gbs,
+        "timing": DESCRIPTION if on_gpu else "wall clock, calls one by one: only to try the scripts out",
+    }
+
+
+def _output(*command: str) -> str:
+    """First line that a program prints, or "unknown"."""
+    if shutil.which(command[0]) is None:
+        return "unknown"
+    done = subprocess.run(command, cwd=results.FOLDER, capture_output=True, text=True, check=False)
+    return (done.stdout.strip().splitlines() or ["unknown"])[0] if done.returncode == 0 else "unknown"
+
+
+class Run:
+    """One run: cells one after the other, the result file written after each."""
+
+    def __init__(
+        self, device: torch.device, out: Path, only: Only, budget: Budget, earlier: Record | None, smoke: bool
+    ) -> None:
+        """``earlier``: results to merge the new ones into, or None. ``smoke``: every variant in every cell."""
+        self.clock = Clock(device)
+        copy_gbs = self.clock.copy_gbs() if device.type == "cuda" else self.clock.copy_gbs(1 << 24)
+        self.conditions = _conditions(device, copy_gbs)
+        self.out, self.only, self.budget, self.earlier, self.smoke = out, only, budget, earlier, smoke
+        self.rows: list[Record] = []
+        self.baselines: list[Record] = []
+        self.notes: list[str] = []
+        _console.print(f"{self.conditions['device']}: device copy {copy_gbs:.0f} GB/s")
+
+    def results(self) -> Record:
+        skipped = [f"skipped for want of time: {what}" for what in self.budget.skipped]
+        found = {
+            "conditions": self.conditions,
+            "rows": self.rows,
+            "baselines": self.baselines,
+            "notes": list(dict.fromkeys([*self.notes, *skipped])),
+        }
+        return found if self.earlier is None else results.merged(self.earlier, found)
+
+    def save(self) -> None:
+        results.save(self.results(), self.out)
+
+    def cell(self, cell: Cell, reuse: bool) -> None:
+        """Everything in one cell."""
+        # a pass over all baselines reads the cache some hundred times
+        if not self.budget.allows(5 + cell.plain_bytes / 4e9, cell.name):
+            return
+        timed = results.baselines_of(cell, self.earlier["baselines"]) if reuse and self.earlier is not None else []
+        if not timed:
+            quantized = cell.shape is MIXTRAL and cell.batch == 1
+            timed = _time_cell_baselines(cell, self.clock, self.notes, quantized)
+            self.baselines += results.baseline_records(cell, timed)
+        best = fastest(timed)
+        self._tell(cell, "best bf16", "-" if best is None else f"{best.us:8.1f} us  {best.name}")
+        for variant in filter(self.only.variant, variants(cell, self.smoke)):
+            for backend in filter(self.only.backend, self._backends(cell, variant)):
+                if self.budget.allows(4 + cell.plain_bytes / 4e10, f"{cell.name}, {variant.name}, {backend}"):
+                    self._variant(cell, variant, backend, best)
+                    _check_device(self.clock.device)
+
+    def _backends(self, cell: Cell, variant: Variant) -> list[str]:
+        return backends(cell, variant, self.smoke) if self.clock.device.type == "cuda" else ["torch"]
+
+    def _variant(self, cell: Cell, variant: Variant, backend: str, best: Baseline | None) -> None:
+        measured = measure(cell, variant, backend, self.clock)
+        copy_gbs = self.conditions["copy_gbs"]
+        line = results.row(cell, variant, backend, measured, best, copy_gbs, self.conditions)
+        if variant is MIX:
+            known = self.rows if self.earlier is None else [*self.earlier["rows"], *self.rows]
+            line["weighted_mean_us"] = results.weighted_mean_us(cell, variant, backend, known)
+        self.rows.append(line)
+        name = f"{variant.name} {backend}"
+        if line["failed"]:
+            self._tell(cell, name, f"[red]FAILED[/red] {line['failed']}")
+            return
+        if not line["graph"] and backend != "torch" and self.clock.device.type == "cuda":
+            self.notes.append(f"{cell.name}, {name}: no CUDA graph could be captured, launches count")
+        self._tell(
+            cell,
+            name,
+            f"{line['us']:8.1f} us  x{results.shown(line['speedup'], '.2f')}  "
+            f"{results.shown(line['copy_share'], '.0%')} of copy  error {results.shown(line['error_ratio'], '.2f')}",
+        )
+
+    def _tell(self, cell: Cell, name: str, text: str) -> None:
+        _console.print(f"{cell.shape.name:14s} {cell.batch:3d} {cell.context:7d}  {name:20s} {text}", soft_wrap=True)
+
+
+def run_grid(run: Run, cells: list[Cell], reuse: bool) -> bool:
+    """Measure; whether everything that was tried is right."""
+    good = True
+    try:
+        for cell in cells:
+            run.cell(cell, reuse)
+            run.save()
+    except DeviceLostError as error:
+        run.notes.append(f"the run ended early, the device was lost: {error}")
+        _console.print(f"[red]device lost:[/red] {error}")
+        good = False
+    run.save()
+    _console.print(_table(run.results()))
+    for note in run.results()["notes"]:
+        _console.print(f"note: {note}", soft_wrap=True)
+    _console.print(f"numbers written to {run.out}", soft_wrap=True)
+    return good and not any(line["failed"] for line in run.rows)
+
+
+def _table(found: Record) -> Table:
+    conditions = found["conditions"]
+    table = Table(title=f"decode attention, {conditions['device']}, torch {conditions['torch']}", title_justify="left")
+    for name in ("shape", "batch", "context", "keys", "values", "kernel"):
+        table.add_column(name)
+    for name in ("us", "again", "bf16 us", "speed-up", "of copy", "error"):
+        table.add_column(name, justify="right")
+    for line in results.in_order(found["rows"]):
+        lost = line["speedup"] is not None and line["speedup"] < 1
+        table.add_row(
+            *(str(line[key]) for key in ("shape", "batch", "context", "k_tier", "v_tier", "backend")),
+            results.time_shown(line),
+            results.shown(line["us_again"], ".1f"),
+            results.shown(line["baseline_us"], ".1f"),
+            results.shown(line["speedup"], ".2f"),
+            results.shown(line["copy_share"], ".0%"),
+            results.shown(line["error_ratio"], ".2f"),
+            style="red" if line["failed"] or lost else None,
+        )
+    return table
+
+
+# ---------------------------------------------------------------------- tuning
+
+
+def tune(device: torch.device, cells: list[Cell], only: Only, budget: Budget, configs: Path, record: Path) -> bool:
+    """Time every configuration of the CUDA kernel, keep the best of each cell; whether all winners are right.
+
+    Args:
+        device: a CUDA device.
+        cells: cache sizes.
+        only: filters; variants that it leaves out do not count.
+        budget: seconds.
+        configs: where the winners go, by device; entries of other devices and sizes stay.
+        record: where all times go.
+    """
+    from subbyte_kernels.decode_attention.cuda_kernel import candidate_configs, decode_attention_cuda
+
+    clock, name = Clock(device), torch.cuda.get_device_name(device)
+    tuned = [variant for variant in TUNED if only.variant(variant)]
+    times: list[Record] = []
+    good = True
+    for cell in cells:
+        if not budget.allows(3 + len(candidate_configs()) * len(tuned) * 0.1, cell.name):
+            continue
+        total = dict.fromkeys(candidate_configs(), 0.0)
+        for variant in tuned:
+            sets = _sets(cell, variant, device)
+            gate = packed_gate(cell, sets[0])
+            for config in candidate_configs():
+
+                def call(given: PackedInput, config: Any = config) -> AttentionResult:
+                    scaling = given.query.shape[-1] ** -0.5
+                    result: AttentionResult = decode_attention_cuda(
+                        given.query, given.exact, given.tiles, scaling, config=config
+                    )
+                    return result
+
+                line = {"shape": cell.shape.name, "batch": cell.batch, "context": cell.context, "pair": variant.name}
+                try:
+                    error = gate.error(call(sets[0]).output)
+                    us = clock.time([functools.partial(call, given) for given in sets], budget_ms=_TUNING_MS).us
+                except failures() as problem:
+                    _check_device(device)
+                    total[config] = float("inf")
+                    times.append({**line, **dataclasses.asdict(config), "us": None, "failed": first_line(problem)})
+                    continue
+                wrong = not_right(error_ratio(error, gate.plain_error))
+                total[config] += float("inf") if wrong else us
+                failed = f"error {error:.2e}" if wrong else None
+                times.append({**line, **dataclasses.asdict(config), "us": us, "failed": failed})
+            del sets
+            _check_device(device)
+        best = min(total, key=lambda config: total[config])
+        good = good and total[best] != float("inf")
+        if total[best] != float("inf"):
+            us = total[best] / len(tuned)
+            _console.print(f"{cell.name}: {best}, {us:.1f} us on average", soft_wrap=True)
+            _keep_config(configs, name, cell, best, us)
+        results.save({"device": name, "times": times}, record)
+    for what in budget.skipped:
+        _console.print(f"skipped for want of time: {what}", soft_wrap=True)
+    return good
+
+
+def _keep_config(path: Path, device: str, cell: Cell, config: Any, us: float) -> None:
+    """Put a winner into the file; it replaces the one of the same device and size."""
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    size = {"heads": cell.units, "tiles": cell.tiles}
+    others = [entry for entry in known.get(device, []) if {**entry, **size} != entry]
+    entry = {**size, "warps": config.warps, "blocks_per_sm": config.blocks_per_sm, "us": round(us, 2)}
+    known[device] = sorted([*others, entry], key=lambda one: (one["heads"], one["tiles"]))
+    results.save(known, path)
+
+
+# ---------------------------------------------------------------------- command line
+
+
+def _smoke_pages(out: Path) -> None:
+    """Draw and render the smoke run's numbers beside them."""
+    found = results.load(out)
+    page = out.with_name("README.md")
+    page.write_text("<!-- report: decode_attention -->\n<!-- end report -->\n", encoding="utf-8")
+    results.render_readme(page, out)
+    if any(line["speedup"] for line in found["rows"]):
+        plot.plot_speedup(found, out.with_name("decode_attention.png"))
+        plot.plot_roofline(found, out.with_name("roofline.png"))
+    _console.print(f"page and pictures are in {out.parent}", soft_wrap=True)
+
+
+def main(
+    out: Annotated[Path | None, typer.Option(help="Result file. [default: results/decode_attention.json]")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="shape=, batch=, context=, pair= or backend=; repeat for more. Example: pair=vq2/vq2."),
+    ] = None,
+    deadline: Annotated[float | None, typer.Option(help="Seconds; what no longer fits is skipped and listed.")] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Keep rows of the result file that this run lacks.")] = False,
+    reuse: Annotated[
+        bool, typer.Option("--reuse-baselines", help="With --merge: take baselines from the result file.")
+    ] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Tiny caches, seconds; writes to a temporary folder.")
+    ] = False,
+    tuning: Annotated[bool, typer.Option("--tune", help="Choose the CUDA kernel's configurations instead.")] = False,
+    draw: Annotated[bool, typer.Option("--plot", help="Draw the result file instead of measuring.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Render the result file into kernels/README.md.")] = False,
+) -> None:
+    """Time decode attention over packed tiles beside the fastest bf16 attention.
+
+    Exits with 1 if any output is not right or any kernel cannot run.
+
+    Example: run.py --only shape=mixtral --only batch=1 --deadline 120
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if smoke and out is None:
+        out = Path(tempfile.mkdtemp(prefix="decode_attention_")) / "decode_attention.json"
+    target = results.RESULT_FILE if out is None else out
+    if draw or report:
+        if draw:
+            plot.plot_speedup(results.load(target), target.with_name("decode_attention.png"))
+            plot.plot_roofline(results.load(target), target.with_name("roofline.png"))
+        if report:
+            results.render_readme(result_file=target)
+        return
+    if device.type != "cuda" and (tuning or not smoke):
+        raise ValueError("measuring needs a CUDA device; --smoke goes through everything on a CPU")
+    torch.set_float32_matmul_precision("highest")
+    wanted = Only(only or [])
+    budget = Budget(deadline)
+    cells = [cell for cell in (smoke_grid() if smoke else grid()) if wanted.cell(cell)]
+    if not cells:
+        raise ValueError(f"--only leaves nothing of {[cell.name for cell in grid()]}")
+    with torch.no_grad():
+        if tuning:
+            configs = target.with_name("configs.json") if smoke else _CONFIGS
+            good = tune(device, cells, wanted, budget, configs, target.with_name("tuning.json"))
+        else:
+            earlier = results.load(target) if (merge or reuse) and target.exists() else None
+            good = run_grid(Run(device, target, wanted, budget, earlier, smoke), cells, reuse)
+            if smoke:
+                _smoke_pages(target)
+    raise typer.Exit(0 if good else 1)
+
+
+def entry() -> None:
+    """Run; what a user did wrong is one line on standard error and exit code 1."""
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(main)
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    entry()
