@@ -18,7 +18,7 @@ from subbyte_kernels.formats import TILE_TOKENS, page_slots, page_tiers
 
 
 FOLDER = Path(__file__).parents[1] / "kernels" / "benchmarks"
-SCRIPTS = ("shapes", "inputs", "gate", "timing", "baselines", "results", "plot", "run")
+SCRIPTS = ("shapes", "inputs", "gate", "timing", "baselines", "results", "plot", "limits", "tune", "run")
 CPU = torch.device("cpu")
 CONDITIONS = {
     "device": "a device",
@@ -207,12 +207,14 @@ def test_a_later_run_replaces_what_it_measured_again(scripts: Any) -> None:
     old, new = fake_results(scripts), fake_results(scripts)
     new["rows"] = [{**new["rows"][0], "us": 1.0}]
     new["baselines"] = new["baselines"][:1]
+    old["notes"] += [scripts.results.skipped(f"Mixtral-8x7B, batch 1, 32768 tokens, {name}, cuda") for name in "ab"]
+    old["notes"] += [scripts.results.skipped("Mixtral-8x7B, batch 1, 32768 tokens, vq2/vq2, cuda")]
     new["notes"] = ["a note", "another"]
     both = scripts.results.merged(old, new)
     assert len(both["rows"]) == len(old["rows"])
     assert both["rows"][0]["us"] == 1.0
     assert [line["context"] for line in both["baselines"]] == [8192, 8192, 32768]
-    assert both["notes"] == ["a note", "another"]
+    assert both["notes"] == ["a note", *old["notes"][1:3], "another"]
 
 
 def test_the_report_shows_every_row(scripts: Any, tmp_path: Path) -> None:
@@ -253,30 +255,38 @@ def test_the_readme_shows_the_result_file(scripts: Any) -> None:
 
 
 def test_filters_and_deadlines(scripts: Any) -> None:
-    run, shapes = scripts.run, scripts.shapes
-    only = run.Only(["shape=mixtral", "batch=1", "batch=8", "pair=vq2/vq2"])
+    limits, shapes = scripts.limits, scripts.shapes
+    only = limits.Only(["shape=mixtral", "batch=1", "batch=8", "pair=vq2/vq2"])
     chosen = [cell for cell in shapes.grid() if only.cell(cell)]
     assert {(cell.shape.name, cell.batch) for cell in chosen} == {("Mixtral-8x7B", 1), ("Mixtral-8x7B", 8)}
     assert only.variant(shapes.TWO_BITS)
     assert not only.variant(shapes.MIX)
     assert only.backend("triton")
     with pytest.raises(ValueError, match="--only 'heads=4' is not possible"):
-        run.Only(["heads=4"])
-    budget = run.Budget(10.0)
+        limits.Only(["heads=4"])
+    budget = limits.Budget(10.0)
     assert budget.allows(5.0, "short")
     assert not budget.allows(20.0, "long")
     assert budget.skipped == ["long"]
-    assert run.Budget(None).allows(1e9, "anything")
+    assert limits.Budget(None).allows(1e9, "anything")
 
 
 def test_a_tuned_configuration_replaces_the_one_of_its_device_and_size(scripts: Any, tmp_path: Path) -> None:
     path, cell = tmp_path / "configs.json", small(scripts)
     for warps, device in ((4, "a"), (8, "b"), (2, "a")):
-        config = SimpleNamespace(warps=warps, blocks_per_sm=1)
-        scripts.run._keep_config(path, device, cell, config, 12.345)
+        scripts.tune.keep_config(path, device, cell, {"warps": warps, "blocks_per_sm": 1, "us": 12.5})
     known = json.loads(path.read_text(encoding="utf-8"))
-    assert known["a"] == [{"heads": 8, "tiles": 35, "warps": 2, "blocks_per_sm": 1, "us": 12.35}]
+    assert known["a"] == [{"heads": 8, "tiles": 35, "warps": 2, "blocks_per_sm": 1, "us": 12.5}]
     assert known["b"][0]["warps"] == 8
+
+
+def test_the_winner_is_right_for_all_pairs_and_the_fastest_on_average(scripts: Any) -> None:
+    times = {(4, 1): (9.0, 9.0), (8, 1): (5.0, 11.0), (16, 1): (1.0, None)}
+    lines = [
+        {"warps": warps, "blocks_per_sm": blocks, "us": us} for (warps, blocks), found in times.items() for us in found
+    ]
+    assert scripts.tune.winner(lines, pairs=2) == {"warps": 8, "blocks_per_sm": 1, "us": 8.0}
+    assert scripts.tune.winner(lines[-1:], pairs=1) is None
 
 
 def test_the_smoke_run_measures_checks_and_draws(scripts: Any, tmp_path: Path) -> None:

@@ -66,9 +66,10 @@ def failures() -> tuple[type[Exception], ...]:
     return (*expected, TritonError)
 
 
-def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:160]}"
+def brief(error: Exception) -> str:
+    """An error in one line: its kind and how its message begins."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {'; '.join(lines[:3])[:300]}"
 
 
 def _sdpa(given: PlainInput, backend: SDPBackend | None, folded: bool) -> Tensor:
@@ -124,7 +125,7 @@ def _time(
             return Baseline(name, None, None, error, failed=f"its error is {error:.1e}")
         timing = clock.time([functools.partial(attention, given) for given in sets], best_us=best_us)
     except failures() as problem:
-        return Baseline(name, None, None, None, failed=first_line(problem))
+        return Baseline(name, None, None, None, failed=brief(problem))
     return Baseline(name, timing.us, timing.us_again, error)
 
 
@@ -134,7 +135,7 @@ def _time_split_k(cell: Cell, sets: list[PlainInput], gate: Gate, clock: Clock) 
     try:
         from split_k import CONFIGS, SplitKConfig, split_k_triton
     except ImportError as missing:
-        return Baseline(name, None, None, None, failed=first_line(missing))
+        return Baseline(name, None, None, None, failed=brief(missing))
     if clock.device.type != "cuda":
         return Baseline(name, None, None, None, failed="needs a CUDA device")
     multiprocessors = torch.cuda.get_device_properties(clock.device).multi_processor_count
@@ -160,7 +161,7 @@ def _time_split_k(cell: Cell, sets: list[PlainInput], gate: Gate, clock: Clock) 
         if best is None or timing.us < best[0]:
             best = timing.us, config
     if best is None:
-        reason = f"no block divides {cell.context} tokens" if problem is None else first_line(problem)
+        reason = f"no block divides {cell.context} tokens" if problem is None else brief(problem)
         return Baseline(name, None, None, None, failed=reason)
     return _time(f"{name} ({best[1].name})", attention(best[1]), sets, gate, clock, 0.0)
 
@@ -194,8 +195,8 @@ def time_quantized_cache(cell: Cell, clock: Clock) -> Baseline:
         except ImportError:
             problems.append(f"{backend} is not installed")
             continue
-        except failures() as problem:
-            problems.append(f"{backend}: {first_line(problem)}")
+        except (*failures(), AttributeError, TypeError) as problem:  # of a package in another version
+            problems.append(f"{backend}: {brief(problem)}")
             continue
         return Baseline(f"{name} ({backend})", timing.us, timing.us_again, error, candidate=False)
     return Baseline(name, None, None, None, candidate=False, failed="; ".join(problems))

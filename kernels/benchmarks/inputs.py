@@ -1,4 +1,4 @@
-"""Caches to attend to, filled with random bits: nothing is packed, so that a cache of 130 GB takes a second.
+"""Caches to attend to, filled with random bits: nothing is packed, so that making a large one takes no time.
 
 Every bit pattern of a code decodes to a number (FP8's two NaN patterns are left out), and scales are such that keys
 and values have a root mean square near 1, as random bf16 ones have: the softmax is as flat for one as for the other.
@@ -193,6 +193,13 @@ def packed_bytes(given: PackedInput) -> int:
     return records + int(given.exact.visible.sum()) * token
 
 
+def input_sets(cell: Cell, variant: Variant, device: torch.device) -> list[PackedInput]:
+    """As many inputs as a timing wants."""
+    first = packed_input(cell, variant, device, seed=0)
+    count = sets_wanted(packed_bytes(first), device)
+    return [first, *(packed_input(cell, variant, device, seed) for seed in range(1, count))]
+
+
 def _side_of_unit(side: PackedTiles, row: int, head: int) -> Tensor:
     """``[T * 128, D]`` fp32."""
     pages = side.pages[row, head]
@@ -204,7 +211,7 @@ def _side_of_unit(side: PackedTiles, row: int, head: int) -> Tensor:
             continue
         table = side.tables.get(tier_id)
         values[chosen] = unpack_tiles_reference(
-            pool[slots[chosen]],
+            pool[slots[chosen].long()],
             side.formats[tier_id],
             None if table is None else table.float().flatten(0, 1),
             None,

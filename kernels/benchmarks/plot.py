@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from baselines import fastest
-from results import Record, baselines_of
+from results import Record, baselines_of, tiers_shown
 from shapes import SHAPES, Cell
 
 
@@ -33,11 +33,6 @@ def _legend(figure: Any, panels: list[Any]) -> None:
         handles, labels = panel.get_legend_handles_labels()
         entries.update(dict(zip(labels, handles, strict=True)))
     figure.legend(entries.values(), entries.keys(), loc="outside right upper", fontsize=8)
-
-
-def _tiers(line: Record) -> str:
-    names = dict.fromkeys([line["k_tier"], line["v_tier"]]) if line["k_tier"].startswith("mix") else None
-    return "/".join(names or (line["k_tier"], line["v_tier"]))
 
 
 def _drawn(results: Record) -> list[Record]:
@@ -68,7 +63,7 @@ def plot_speedup(results: Record, path: Path) -> None:
                 points = sorted(
                     (line["context"], line["speedup"])
                     for line in rows
-                    if (line["shape"], line["batch"], _tiers(line)) == (shape, batch, tiers)
+                    if (line["shape"], line["batch"], tiers_shown(line)) == (shape, batch, tiers)
                 )
                 if points:
                     number = batches.index(batch)
@@ -85,9 +80,10 @@ def plot_speedup(results: Record, path: Path) -> None:
         panel.annotate("slower than bf16", (contexts[0], 0.98), va="top", color="C3", fontsize=8)
         panel.set_xscale("log", base=2)
         panel.set_xticks(contexts, [f"{context / 1024:.0f}k" for context in contexts])
-        panel.set(title=shape, xlabel="tokens of context", ylim=(0, None))
+        panel.set(title=shape, xlabel="tokens of context")
         panel.grid(alpha=0.3)
     _legend(figure, panels)
+    panels[0].set_ylim(0.0, 1.1 * max(1.0, *(line["speedup"] for line in rows)))
     panels[0].set_ylabel("speed-up over the fastest bf16 attention")
     figure.suptitle(f"decode attention, {results['conditions']['device']}")
     figure.savefig(path, dpi=150)
@@ -107,7 +103,7 @@ def plot_roofline(results: Record, path: Path) -> None:
         raise ValueError("no row was timed beside a copy, so there is nothing to draw")
     figure, panels = _figure(len(_shapes(rows)))
     shapes = {shape.name: shape for shape in SHAPES}
-    names = list(dict.fromkeys(_tiers(line) for line in rows))
+    names = list(dict.fromkeys(tiers_shown(line) for line in rows))
     batches = sorted({line["batch"] for line in rows})
     contexts = sorted({line["context"] for line in rows})
     for panel, name in zip(panels, _shapes(rows), strict=True):
@@ -118,7 +114,7 @@ def plot_roofline(results: Record, path: Path) -> None:
             cell = Cell(shape, line["batch"], line["context"])
             operations = 4 * shape.head_dim * shape.query_heads * cell.batch * cell.context
             best = fastest(baselines_of(cell, results["baselines"]))
-            points = [(_tiers(line), line["bytes"], line["us"], f"C{names.index(_tiers(line))}")]
+            points = [(tiers_shown(line), line["bytes"], line["us"], f"C{names.index(tiers_shown(line))}")]
             points += [("best bf16", cell.plain_bytes, best.us, "black")] if best is not None else []
             for label, size, us, color in points:
                 panel.plot(

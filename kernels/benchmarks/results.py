@@ -16,7 +16,7 @@ from typing import Any
 
 from baselines import Baseline, fastest
 from gate import MAX_ERROR_RATIO
-from shapes import Cell, Variant
+from shapes import MIX, Cell, Variant
 from timing import Timing
 
 
@@ -26,7 +26,6 @@ RESULT_FILE = RESULTS / "decode_attention.json"
 README = FOLDER.parent / "README.md"
 _MARK = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end report -->)", re.DOTALL)
 _ROW_KEY = ("shape", "batch", "context", "k_tier", "v_tier", "backend")
-_BASELINE_KEY = ("shape", "batch", "context", "name")
 
 Record = dict[str, Any]
 
@@ -138,20 +137,36 @@ def baselines_of(cell: Cell, records: Iterable[Record]) -> list[Baseline]:
     return [Baseline(**{name: line[name] for name in names}) for line in found]
 
 
+def skipped(what: str) -> str:
+    """The note about something that a run left out."""
+    return f"skipped for want of time: {what}"
+
+
+def _skipped_names(line: Record) -> tuple[str, str]:
+    """Notes that a row makes untrue."""
+    cell = f"{line['shape']}, batch {line['batch']}, {line['context']} tokens"
+    variant = tiers_shown(line)
+    return skipped(cell), skipped(f"{cell}, {variant}, {line['backend']}")
+
+
+def tiers_shown(line: Record) -> str:
+    """A row's variant, as :class:`Variant` names it."""
+    tier: str = line["k_tier"]
+    return tier if tier == MIX.name else f"{tier}/{line['v_tier']}"
+
+
 def merged(old: Record, new: Record) -> Record:
     """A run's results, and those of an earlier run that it did not measure again."""
 
-    def join(part: str, key: tuple[str, ...]) -> list[Record]:
-        lines = {tuple(line[name] for name in key): line for line in [*old[part], *new[part]]}
-        return list(lines.values())
-
     fresh_cells = {tuple(line[name] for name in _ROW_KEY[:3]) for line in new["baselines"]}
+    rows = list({tuple(line[name] for name in _ROW_KEY): line for line in [*old["rows"], *new["rows"]]}.values())
+    measured = {name for line in rows for name in _skipped_names(line)}
     kept = [line for line in old["baselines"] if tuple(line[name] for name in _ROW_KEY[:3]) not in fresh_cells]
     return {
         "conditions": new["conditions"],
-        "rows": join("rows", _ROW_KEY),
+        "rows": rows,
         "baselines": [*kept, *new["baselines"]],
-        "notes": list(dict.fromkeys([*old["notes"], *new["notes"]])),
+        "notes": [note for note in dict.fromkeys([*old["notes"], *new["notes"]]) if note not in measured],
     }
 
 
@@ -194,12 +209,11 @@ def _rows_table(rows: list[Record]) -> str:
     header += ["share of copy", "error against bf16's"]
     lines = []
     for line in rows:
-        tiers = dict.fromkeys([line["k_tier"], line["v_tier"]]) if line["k_tier"] == "mix-2.5" else None
         mean = line.get("weighted_mean_us")
         lines.append(
             [
                 f"{line['batch']}, {line['context']:,}",
-                "/".join(tiers or (line["k_tier"], line["v_tier"])),
+                tiers_shown(line),
                 line["backend"],
                 time_shown(line) + (f" (pairs alone: {mean:.1f})" if mean else ""),
                 shown(line["us_again"], ".1f"),

@@ -5,88 +5,38 @@ It needs a CUDA device. A full run takes about 8 minutes and writes ``results/de
 chooses the CUDA kernel's configurations instead; ``--plot`` and ``--report`` only read the result file.
 """
 
-import dataclasses
 import datetime
 import functools
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import plot
 import results
 import torch
 import typer
-from baselines import Baseline, failures, fastest, first_line, time_baselines, time_quantized_cache
+from baselines import Baseline, brief, failures, fastest, time_baselines, time_quantized_cache
 from gate import packed_gate
-from inputs import PackedInput, packed_bytes, packed_input, sets_wanted
+from inputs import PackedInput, input_sets, packed_bytes
+from limits import Budget, DeviceLostError, Only, check_device
 from results import Measured, Record, error_ratio, not_right
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
-from shapes import MIX, MIXTRAL, TUNED, Cell, Variant, backends, grid, smoke_grid, variants
+from shapes import MIX, MIXTRAL, Cell, Variant, backends, grid, smoke_grid, variants
 from timing import DESCRIPTION, Clock
+from tune import CONFIGS, tune
 
 from subbyte_kernels.decode_attention import AttentionResult, decode_attention_reference
 
 
-_CONFIGS = results.FOLDER.parent / "subbyte_kernels" / "decode_attention" / "configs.json"
-_TUNING_MS = 10.0
 _SLOW_SETS = 2  # plain PyTorch takes so long that no cache matters
 _WIDTH = 150  # of tables, where the output is no terminal
 _console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
-
-
-class DeviceLostError(RuntimeError):
-    """The device answers no more; what comes later in this process cannot be measured."""
-
-
-class Only:
-    """Filters from the command line: ``key=value``, those of one key as alternatives."""
-
-    KEYS = ("shape", "batch", "context", "pair", "backend")
-
-    def __init__(self, given: list[str]) -> None:
-        """Raises ValueError for a key that does not exist."""
-        self._wanted: dict[str, set[str]] = {}
-        for text in given:
-            key, _, value = text.partition("=")
-            if key not in self.KEYS or not value:
-                raise ValueError(f"--only {text!r} is not possible: it is KEY=VALUE with a key of {list(self.KEYS)}")
-            self._wanted.setdefault(key, set()).add(value.lower())
-
-    def _takes(self, key: str, value: str) -> bool:
-        return key not in self._wanted or value.lower() in self._wanted[key]
-
-    def cell(self, cell: Cell) -> bool:
-        named = self._wanted.get("shape")
-        shape = named is None or any(cell.shape.name.lower().startswith(name) for name in named)
-        return shape and self._takes("batch", str(cell.batch)) and self._takes("context", str(cell.context))
-
-    def variant(self, variant: Variant) -> bool:
-        return self._takes("pair", variant.name)
-
-    def backend(self, name: str) -> bool:
-        return self._takes("backend", name)
-
-
-class Budget:
-    """Seconds that a run may take, and what it left out for want of them."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._end = None if seconds is None else time.monotonic() + seconds
-        self.skipped: list[str] = []
-
-    def allows(self, seconds: float, what: str) -> bool:
-        """Whether something that takes about so long still fits; remembered if it does not."""
-        if self._end is None or time.monotonic() + seconds <= self._end:
-            return True
-        self.skipped.append(what)
-        return False
 
 
 def _attention(backend: str, given: PackedInput) -> AttentionResult:
@@ -98,26 +48,9 @@ def _attention(backend: str, given: PackedInput) -> AttentionResult:
     return decode_attention(given.query, given.exact, given.tiles, scaling, backend=backend)
 
 
-def _check_device(device: torch.device) -> None:
-    """Raises DeviceLostError where an earlier kernel broke the CUDA context."""
-    if device.type != "cuda":
-        return
-    try:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-    except RuntimeError as error:
-        raise DeviceLostError(first_line(error)) from error
-
-
-def _sets(cell: Cell, variant: Variant, device: torch.device) -> list[PackedInput]:
-    first = packed_input(cell, variant, device, seed=0)
-    count = sets_wanted(packed_bytes(first), device)
-    return [first, *(packed_input(cell, variant, device, seed) for seed in range(1, count))]
-
-
 def measure(cell: Cell, variant: Variant, backend: str, clock: Clock) -> Measured:
     """Check one variant's output, then time it."""
-    sets = _sets(cell, variant, clock.device)
+    sets = input_sets(cell, variant, clock.device)
     gate = packed_gate(cell, sets[0])
     size = packed_bytes(sets[0])
     try:
@@ -130,7 +63,7 @@ def measure(cell: Cell, variant: Variant, backend: str, clock: Clock) -> Measure
         timed = sets if graph else sets[:_SLOW_SETS]
         timing = clock.time([functools.partial(_attention, backend, given) for given in timed], graph=graph)
     except failures() as problem:
-        return Measured(None, size, None, gate.plain_error, first_line(problem))
+        return Measured(None, size, None, gate.plain_error, brief(problem))
     return Measured(timing, size, error, gate.plain_error)
 
 
@@ -139,7 +72,7 @@ def _time_cell_baselines(cell: Cell, clock: Clock, notes: list[str], quantized: 
     timed: list[Baseline] = []
     try:
         timed = time_baselines(cell, clock)
-        _check_device(clock.device)
+        check_device(clock.device)
         if quantized:
             other = time_quantized_cache(cell, clock)
             timed.append(other)
@@ -147,7 +80,7 @@ def _time_cell_baselines(cell: Cell, clock: Clock, notes: list[str], quantized: 
                 notes.append(f"{cell.name}: {other.name} was not timed: {other.failed}")
     except torch.OutOfMemoryError:
         notes.append(f"{cell.name}: {cell.plain_bytes / 2**30:.0f} GiB of bf16 cache do not fit beside what it needs")
-    _check_device(clock.device)
+    check_device(clock.device)
     return timed
 
 
@@ -198,7 +131,7 @@ class Run:
         _console.print(f"{self.conditions['device']}: device copy {copy_gbs:.0f} GB/s")
 
     def results(self) -> Record:
-        skipped = [f"skipped for want of time: {what}" for what in self.budget.skipped]
+        skipped = [results.skipped(what) for what in self.budget.skipped]
         found = {
             "conditions": self.conditions,
             "rows": self.rows,
@@ -226,7 +159,7 @@ class Run:
             for backend in filter(self.only.backend, self._backends(cell, variant)):
                 if self.budget.allows(4 + cell.plain_bytes / 4e10, f"{cell.name}, {variant.name}, {backend}"):
                     self._variant(cell, variant, backend, best)
-                    _check_device(self.clock.device)
+                    check_device(self.clock.device)
 
     def _backends(self, cell: Cell, variant: Variant) -> list[str]:
         return backends(cell, variant, self.smoke) if self.clock.device.type == "cuda" else ["torch"]
@@ -241,7 +174,7 @@ class Run:
         self.rows.append(line)
         name = f"{variant.name} {backend}"
         if line["failed"]:
-            self._tell(cell, name, f"[red]FAILED[/red] {line['failed']}")
+            self._tell(cell, name, f"[red]FAILED[/red] {escape(line['failed'])}")
             return
         if not line["graph"] and backend != "torch" and self.clock.device.type == "cuda":
             self.notes.append(f"{cell.name}, {name}: no CUDA graph could be captured, launches count")
@@ -261,16 +194,18 @@ def run_grid(run: Run, cells: list[Cell], reuse: bool) -> bool:
     good = True
     try:
         for cell in cells:
-            run.cell(cell, reuse)
-            run.save()
+            try:
+                run.cell(cell, reuse)
+            finally:
+                run.save()
     except DeviceLostError as error:
         run.notes.append(f"the run ended early, the device was lost: {error}")
-        _console.print(f"[red]device lost:[/red] {error}")
+        _console.print(f"[red]device lost:[/red] {escape(str(error))}")
         good = False
     run.save()
     _console.print(_table(run.results()))
     for note in run.results()["notes"]:
-        _console.print(f"note: {note}", soft_wrap=True)
+        _console.print(f"note: {escape(note)}", soft_wrap=True)
     _console.print(f"numbers written to {run.out}", soft_wrap=True)
     return good and not any(line["failed"] for line in run.rows)
 
@@ -295,82 +230,6 @@ def _table(found: Record) -> Table:
             style="red" if line["failed"] or lost else None,
         )
     return table
-
-
-# ---------------------------------------------------------------------- tuning
-
-
-def tune(device: torch.device, cells: list[Cell], only: Only, budget: Budget, configs: Path, record: Path) -> bool:
-    """Time every configuration of the CUDA kernel, keep the best of each cell; whether all winners are right.
-
-    Args:
-        device: a CUDA device.
-        cells: cache sizes.
-        only: filters; variants that it leaves out do not count.
-        budget: seconds.
-        configs: where the winners go, by device; entries of other devices and sizes stay.
-        record: where all times go.
-    """
-    from subbyte_kernels.decode_attention.cuda_kernel import candidate_configs, decode_attention_cuda
-
-    clock, name = Clock(device), torch.cuda.get_device_name(device)
-    tuned = [variant for variant in TUNED if only.variant(variant)]
-    times: list[Record] = []
-    good = True
-    for cell in cells:
-        if not budget.allows(3 + len(candidate_configs()) * len(tuned) * 0.1, cell.name):
-            continue
-        total = dict.fromkeys(candidate_configs(), 0.0)
-        for variant in tuned:
-            sets = _sets(cell, variant, device)
-            gate = packed_gate(cell, sets[0])
-            for config in candidate_configs():
-
-                def call(given: PackedInput, config: Any = config) -> AttentionResult:
-                    scaling = given.query.shape[-1] ** -0.5
-                    result: AttentionResult = decode_attention_cuda(
-                        given.query, given.exact, given.tiles, scaling, config=config
-                    )
-                    return result
-
-                line = {"shape": cell.shape.name, "batch": cell.batch, "context": cell.context, "pair": variant.name}
-                try:
-                    error = gate.error(call(sets[0]).output)
-                    us = clock.time([functools.partial(call, given) for given in sets], budget_ms=_TUNING_MS).us
-                except failures() as problem:
-                    _check_device(device)
-                    total[config] = float("inf")
-                    times.append({**line, **dataclasses.asdict(config), "us": None, "failed": first_line(problem)})
-                    continue
-                wrong = not_right(error_ratio(error, gate.plain_error))
-                total[config] += float("inf") if wrong else us
-                failed = f"error {error:.2e}" if wrong else None
-                times.append({**line, **dataclasses.asdict(config), "us": us, "failed": failed})
-            del sets
-            _check_device(device)
-        best = min(total, key=lambda config: total[config])
-        good = good and total[best] != float("inf")
-        if total[best] != float("inf"):
-            us = total[best] / len(tuned)
-            _console.print(f"{cell.name}: {best}, {us:.1f} us on average", soft_wrap=True)
-            _keep_config(configs, name, cell, best, us)
-        results.save({"device": name, "times": times}, record)
-    for what in budget.skipped:
-        _console.print(f"skipped for want of time: {what}", soft_wrap=True)
-    return good
-
-
-def _keep_config(path: Path, device: str, cell: Cell, config: Any, us: float) -> None:
-    """Put a winner into the file; it replaces the one of the same device and size."""
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    size = {"heads": cell.units, "tiles": cell.tiles}
-    others = [entry for entry in known.get(device, []) if {**entry, **size} != entry]
-    entry = {**size, "warps": config.warps, "blocks_per_sm": config.blocks_per_sm, "us": round(us, 2)}
-    known[device] = sorted([*others, entry], key=lambda one: (one["heads"], one["tiles"]))
-    results.save(known, path)
-
-
-# ---------------------------------------------------------------------- command line
 
 
 def _smoke_pages(out: Path) -> None:
@@ -430,8 +289,8 @@ def main(
         raise ValueError(f"--only leaves nothing of {[cell.name for cell in grid()]}")
     with torch.no_grad():
         if tuning:
-            configs = target.with_name("configs.json") if smoke else _CONFIGS
-            good = tune(device, cells, wanted, budget, configs, target.with_name("tuning.json"))
+            configs = target.with_name("configs.json") if smoke else CONFIGS
+            good = tune(Clock(device), cells, wanted, budget, configs, target.with_name("tuning.json"))
         else:
             earlier = results.load(target) if (merge or reuse) and target.exists() else None
             good = run_grid(Run(device, target, wanted, budget, earlier, smoke), cells, reuse)
@@ -447,7 +306,7 @@ def entry() -> None:
     try:
         app()
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)
 
 

@@ -155,9 +155,9 @@ TUNED = (LOWEST, TWO_BITS)
 
 
 def grid() -> list[Cell]:
-    """Every cell of a full run, the most telling first and those that fill the device last."""
+    """Every cell of a full run; last those where 31 bits do not count a side's values, which may break a baseline."""
     cells = [Cell(shape, batch, context) for batch in BATCHES for context in CONTEXTS for shape in SHAPES]
-    return sorted(cells, key=lambda cell: cell.plain_bytes > 1 << 34)
+    return sorted(cells, key=lambda cell: cell.plain_bytes >= 1 << 33)
 
 
 def smoke_grid() -> list[Cell]:
