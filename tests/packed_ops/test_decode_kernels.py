@@ -1,0 +1,531 @@
+"""Every fused kernel against dense attention in fp64 over tiles that were unpacked one by one.
+
+Accuracy: the error of a kernel is at most twice that of PyTorch's attention in bf16 over the same values. Triton's
+kernel runs in the interpreter where there is no CUDA device.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_subbyte_moe.codecs import get_codec
+from subbyte_kernels.decode_attention import AttentionResult, AttentionTiles, ExactTokens
+from subbyte_kernels.formats import NO_PAGE, TILE_TOKENS, PackedTiles, make_page
+from subbyte_kernels.lanes import Order
+from support.packing import gaussian, generator, packed_side
+
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+PAIRS = [
+    ("vq175", "vq175"),
+    ("vq2", "vq2"),
+    ("vq3", "vq175"),
+    ("vq3", "vq2"),
+    ("vq4", "vq2"),
+    ("vq4", "vq4"),
+    ("fp6", "vq3"),
+    ("fp8", "fp8"),
+]
+MIXED_KEYS, MIXED_VALUES = ["vq175", "fp6", "vq4"], ["vq2", "fp8", "vq3"]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A fused kernel.
+
+    Attributes:
+        name: its backend.
+        obstacle: why it cannot compute a call, or None.
+        launch: the kernel.
+    """
+
+    name: str
+    obstacle: Callable[..., str | None]
+    launch: Callable[..., AttentionResult]
+
+
+_on_gpu = [pytest.mark.gpu] if CUDA else []
+_needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
+
+
+@pytest.fixture(params=[pytest.param("triton", marks=_on_gpu), pytest.param("cuda", marks=_needs_gpu)])
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    if request.param == "triton":
+        pytest.importorskip("triton", reason="needs triton")
+        from subbyte_kernels.decode_attention.triton_kernel import decode_attention_triton, triton_obstacle
+
+        return Kernel("triton", triton_obstacle, decode_attention_triton)
+    from subbyte_kernels.decode_attention.cuda_kernel import cuda_obstacle, decode_attention_cuda
+
+    return Kernel("cuda", cuda_obstacle, decode_attention_cuda)
+
+
+def moved(side: PackedTiles) -> PackedTiles:
+    """A side on the device under test."""
+    return replace(
+        side,
+        pages=side.pages.to(DEVICE),
+        pools={tier: pool.to(DEVICE) for tier, pool in side.pools.items()},
+        tables={tier: table.to(DEVICE) for tier, table in side.tables.items()},
+        rotation=side.rotation.to(DEVICE),
+        mean=None if side.mean is None else side.mean.to(DEVICE),
+        signs=None if side.signs is None else side.signs.to(DEVICE),
+    )
+
+
+class Case:
+    """Rows with different numbers of tiles; keys with a mean, exact tokens with a ragged mask."""
+
+    def __init__(
+        self,
+        key_tier: str | list[str] = "vq3",
+        value_tier: str | list[str] = "vq2",
+        *,
+        heads: int = 2,
+        group: int = 4,
+        dim: int = 64,
+        counts: tuple[int, ...] = (2, 1),
+        exact: int = 9,
+        dtype: torch.dtype = torch.bfloat16,
+        spare_slots: int = 0,
+        own_tables: dict[int, Tensor] | None = None,
+        value_scale: Tensor | float = 1.0,
+    ) -> None:
+        rows, tiles = len(counts), max(counts)
+        self.scaling, self.softcap, self.sink_logits = dim**-0.5, None, None
+        self.query = (2 * gaussian(rows, heads * group, 1, dim, seed=1)).to(dtype).to(DEVICE)
+        mean = 2 * gaussian(rows, heads, dim, seed=2)
+        shape = (rows, heads, tiles, TILE_TOKENS, dim)
+        keys = gaussian(*shape, seed=3) + mean[:, :, None, None]
+        values = (gaussian(*shape, seed=4) + 0.5) * value_scale
+        packed, self.dense_keys = packed_side(
+            keys, self.tiers(key_tier, heads, counts), mean, spare_slots, own_tables, Order.KEYS
+        )
+        self.keys = moved(packed)
+        packed, self.dense_values = packed_side(
+            values, self.tiers(value_tier, heads, counts), None, spare_slots, own_tables, Order.VALUES
+        )
+        self.values = moved(packed)
+        visible = torch.rand(rows, 1, exact, generator=generator(5)) < 0.7
+        visible[..., :1] = True
+        self.exact = ExactTokens(
+            (gaussian(rows, heads, exact, dim, seed=6) + mean.unsqueeze(2)).to(dtype).to(DEVICE),
+            gaussian(rows, heads, exact, dim, seed=7).to(dtype).to(DEVICE),
+            visible.to(DEVICE),
+        )
+
+    @staticmethod
+    def tiers(tier: str | list[str], heads: int, counts: tuple[int, ...]) -> list[list[list[str]]]:
+        """One tier everywhere, or a list that row, head and tile walk through."""
+        cycle = [tier] if isinstance(tier, str) else tier
+        return [
+            [[cycle[(row + 2 * head + tile) % len(cycle)] for tile in range(count)] for head in range(heads)]
+            for row, count in enumerate(counts)
+        ]
+
+    @property
+    def tiles(self) -> AttentionTiles:
+        return AttentionTiles((self.keys,), self.values)
+
+    def obstacle(self, kernel: Kernel) -> str | None:
+        return kernel.obstacle(self.query, self.exact, self.tiles, self.softcap, self.sink_logits)
+
+    def run(self, kernel: Kernel, splits: int | None = None, *, tiles: bool = True) -> AttentionResult:
+        assert self.obstacle(kernel) is None
+        packed = self.tiles if tiles else None
+        return kernel.launch(
+            self.query, self.exact, packed, self.scaling, self.softcap, self.sink_logits, splits=splits
+        )
+
+    def dense(self, dtype: torch.dtype, tiles: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query, keys, values and mask ``[B, 1, 1, n]`` of everything; what nobody sees is zero."""
+        group = self.query.shape[1] // self.exact.keys.shape[1]
+        seen = self.exact.visible.unsqueeze(1)
+        exact = [part.masked_fill(~seen.transpose(-1, -2), 0) for part in (self.exact.keys, self.exact.values)]
+        if tiles:
+            packed = [part.flatten(2, 3).to(DEVICE) for part in (self.dense_keys, self.dense_values)]
+            exact = [torch.cat([part.float(), more], dim=2) for part, more in zip(exact, packed, strict=True)]
+            present = (self.values.pages[:, 0] >= 0).repeat_interleave(TILE_TOKENS, -1)[:, None, None]
+            seen = torch.cat([seen, present], dim=-1)
+        keys, values = (part.to(dtype).repeat_interleave(group, 1) for part in exact)
+        return self.query.to(dtype), keys, values, seen
+
+    def softmax(self, dtype: torch.dtype, tiles: bool) -> AttentionResult:
+        """Scores of states in ``dtype`` in fp64, with soft cap and sinks."""
+        query, keys, values, seen = self.dense(dtype, tiles)
+        scores = query.double() @ keys.double().transpose(-1, -2) * self.scaling
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if self.sink_logits is not None:
+            sinks = self.sink_logits.double().view(1, -1, 1, 1).expand(len(scores), -1, 1, 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+            values = torch.nn.functional.pad(values, (0, 0, 0, 1))
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
+        return AttentionResult(weights @ values.double(), lse, None)
+
+    def plain_error(self, expected: AttentionResult, tiles: bool) -> tuple[float, float, float]:
+        """What bf16 costs PyTorch: largest and root mean square error of outputs, largest of the lse."""
+        if self.softcap is None and self.sink_logits is None:
+            query, keys, values, seen = self.dense(torch.bfloat16, tiles)
+            output = torch.nn.functional.scaled_dot_product_attention(
+                query, keys, values, attn_mask=seen, scale=self.scaling
+            ).double()
+        else:
+            output = self.softmax(torch.bfloat16, tiles).output.bfloat16().double()
+        error = (output - expected.output)[expected.lse > -torch.inf]
+        lse = (self.softmax(torch.bfloat16, tiles).lse - expected.lse)[expected.lse > -torch.inf]
+        return float(error.abs().max()), float(error.square().mean().sqrt()), float(lse.abs().max())
+
+    def check(self, result: AttentionResult, *, tiles: bool = True) -> None:
+        """The accuracy that the module promises; in fp32 a few roundings."""
+        expected = self.softmax(torch.float64, tiles)
+        sees = expected.lse > -torch.inf
+        assert result.output.shape == self.query.shape
+        assert result.output.dtype == result.lse.dtype == torch.float32
+        assert result.entropy is None
+        assert torch.equal(result.lse > -torch.inf, sees)
+        assert not result.output[~sees].any()
+        error = (result.output.double() - expected.output)[sees]
+        lse = (result.lse.double() - expected.lse)[sees]
+        assert torch.isfinite(error).all()
+        if self.query.dtype is torch.float32:
+            size = float(expected.output.abs().max())
+            assert float(error.abs().max()) <= 1e-5 * max(1.0, size)
+            assert float(lse.abs().max()) <= 1e-5 * max(1.0, float(expected.lse[sees].abs().max()))
+            return
+        largest, typical, lse_largest = self.plain_error(expected, tiles)
+        assert float(error.abs().max()) <= 2 * largest
+        assert float(error.square().mean().sqrt()) <= 2 * typical
+        assert float(lse.abs().max()) <= 2 * lse_largest + 1e-5
+
+
+def assert_identical(result: AttentionResult, expected: AttentionResult) -> None:
+    assert torch.equal(result.output, expected.output)
+    assert torch.equal(result.lse, expected.lse)
+
+
+def supports(case: Case, kernel: Kernel, *, cuda: bool) -> bool:
+    """Whether a kernel takes a case, which must be what is stated: Triton's takes all, ``cuda`` tells of the other."""
+    stated = kernel.name == "triton" or cuda
+    reason = case.obstacle(kernel)
+    assert (reason is None) == stated, reason
+    return stated
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("key_tier", "value_tier"), PAIRS)
+def test_every_pair_of_tiers_equals_dense_attention(kernel: Kernel, key_tier: str, value_tier: str, dim: int) -> None:
+    case = Case(key_tier, value_tier, dim=dim, heads=1)
+    case.check(case.run(kernel, splits=2))
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 16])
+def test_mixed_tiers_per_head_and_tile_at_every_group_size(kernel: Kernel, group: int) -> None:
+    case = Case(MIXED_KEYS, MIXED_VALUES, group=group, counts=(3, 1))
+    assert len(case.keys.pools) == len(case.values.pools) == 3
+    assert (case.keys.pages < 0).any()
+    case.check(case.run(kernel))
+
+
+@pytest.mark.parametrize("group", [17, 71])
+def test_large_groups_fall_into_blocks_of_rows(kernel: Kernel, group: int) -> None:
+    case = Case(MIXED_KEYS, MIXED_VALUES, heads=1, group=group, counts=(1,))
+    if supports(case, kernel, cuda=False):
+        case.check(case.run(kernel))
+
+
+@pytest.mark.parametrize("dim", [8, 16, 24, 72, 80, 96, 112, 192, 256])
+def test_head_dimensions_that_are_no_power_of_two(kernel: Kernel, dim: int) -> None:
+    case = Case(MIXED_KEYS, MIXED_VALUES, dim=dim, group=3, counts=(2,))
+    if supports(case, kernel, cuda=False):
+        case.check(case.run(kernel))
+
+
+@pytest.mark.parametrize(("key_tier", "value_tier"), PAIRS)
+def test_fp32_models_lose_a_few_roundings_only(kernel: Kernel, key_tier: str, value_tier: str) -> None:
+    case = Case(key_tier, value_tier, dtype=torch.float32, heads=1, counts=(2, 0))
+    if supports(case, kernel, cuda=False):
+        case.check(case.run(kernel, splits=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("counts", [(3,), (1, 3)])
+def test_fp16_and_bf16_models(kernel: Kernel, dtype: torch.dtype, counts: tuple[int, ...]) -> None:
+    case = Case("vq4", "fp6", dtype=dtype, counts=counts, exact=40)
+    case.check(case.run(kernel))
+
+
+def test_rows_without_tiles_and_rows_that_see_nothing(kernel: Kernel) -> None:
+    case = Case(MIXED_KEYS, MIXED_VALUES, heads=1, counts=(3, 0, 1, 0, 1))
+    case.exact.visible[3:] = False
+    result = case.run(kernel, splits=2)
+    case.check(result)
+    assert not result.output[3].any()
+    assert (result.lse[3] == -torch.inf).all()
+    assert torch.isfinite(result.lse[:3]).all()
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("poison", [torch.nan, 1e30])
+def test_neither_splits_nor_leftover_memory_matter(
+    kernel: Kernel, splits: int, poison: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(heads=1, counts=(3, 0))
+    case.exact.visible[1] = False
+    clean = case.run(kernel, splits=splits)
+    empty = torch.empty
+
+    def poisoned(*size: Any, **options: Any) -> Tensor:
+        made = empty(*size, **options)
+        return made.fill_(poison if made.is_floating_point() else 0x7F)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    result = case.run(kernel, splits=splits)
+    monkeypatch.undo()
+    assert_identical(result, clean)
+    case.check(result)
+
+
+@pytest.mark.parametrize("splits", [1, 8])
+def test_a_few_exact_tokens_without_tiles(kernel: Kernel, splits: int) -> None:
+    for length in range(1, 18):
+        case = Case(heads=1, counts=(0,), exact=length)
+        case.check(case.run(kernel, splits=splits, tiles=False), tiles=False)
+
+
+@pytest.mark.parametrize("length", [0, 31, 33, 64, 65, 131])
+def test_windows_of_any_length(kernel: Kernel, length: int) -> None:
+    case = Case(heads=1, counts=(1,), exact=length)
+    case.check(case.run(kernel))
+
+
+def test_tiles_that_nobody_has_count_for_nothing(kernel: Kernel) -> None:
+    case = Case()
+    alone = case.run(kernel, tiles=False)
+    case.check(alone, tiles=False)
+    missing = torch.full_like(case.keys.pages, NO_PAGE)
+    for pages in (missing, missing[..., :0]):
+        case.keys, case.values = (replace(side, pages=pages) for side in (case.keys, case.values))
+        assert_identical(case.run(kernel), alone)
+
+
+def test_exact_tokens_that_nobody_sees_leave_the_tiles(kernel: Kernel) -> None:
+    case = Case("fp6", "vq2")
+    case.exact.visible.fill_(False)
+    case.check(case.run(kernel, splits=3))
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, 1e30])
+def test_what_lies_in_masked_exact_slots_changes_nothing(kernel: Kernel, poison: float) -> None:
+    case = Case("vq3", "fp6", heads=1, exact=70)
+    case.exact.visible[:, :, 4:70:7] = False
+    clean = case.run(kernel)
+    hidden = ~case.exact.visible.transpose(-1, -2).unsqueeze(1)
+    case.exact = ExactTokens(
+        case.exact.keys.masked_fill(hidden, poison), case.exact.values.masked_fill(hidden, poison), case.exact.visible
+    )
+    assert_identical(case.run(kernel), clean)
+    case.check(clean)
+
+
+@pytest.mark.parametrize("tier", ["vq175", "vq2", "vq3", "vq4", "fp6", "fp8"])
+def test_what_lies_in_unused_slots_changes_nothing(kernel: Kernel, tier: str) -> None:
+    """0xFF bytes are NaN in bf16 scales and in FP8."""
+    clean = Case(tier, tier, heads=1)
+    poisoned = Case(tier, tier, heads=1, spare_slots=1)
+    assert int((poisoned.keys.pools[get_codec(tier).tier_id] == -1).all(1).sum()) >= 3
+    assert_identical(poisoned.run(kernel), clean.run(kernel))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_each_row_and_head_reads_its_own_table(kernel: Kernel, rows: int, heads: int, dtype: torch.dtype) -> None:
+    own = {
+        get_codec("vq2").tier_id: gaussian(rows, heads, 256, 4, seed=8).to(dtype),
+        get_codec("vq3").tier_id: gaussian(rows, heads, 64, 2, seed=9).to(dtype),
+    }
+    case = Case(["vq2", "vq3"], ["vq3", "vq2"], own_tables=own)
+    if supports(case, kernel, cuda=dtype is torch.float16):
+        case.check(case.run(kernel))
+
+
+def test_value_scales_of_any_size(kernel: Kernel) -> None:
+    """From token to token, and all of them: weights in fp16 would overflow or vanish."""
+    sizes = 10.0 ** (8 * torch.rand(1, 1, 2, TILE_TOKENS, 1, generator=generator(10)) - 4)
+    for scale in (sizes, 1e-30, 60000.0):
+        case = Case("vq4", "vq4", heads=1, counts=(2,), value_scale=scale)
+        case.exact.visible.fill_(False)
+        result = case.run(kernel)
+        assert result.output.any()
+        case.check(result)
+
+
+def test_queries_and_keys_of_any_size(kernel: Kernel) -> None:
+    for size in (1e-4, 30.0, 3e4):
+        case = Case("fp8", "vq4", heads=1, counts=(2,))
+        case.query = case.query * size
+        case.scaling /= size
+        case.check(case.run(kernel))
+
+
+def test_scores_far_apart_neither_overflow_nor_lose_the_lse(kernel: Kernel) -> None:
+    case = Case("fp6", "fp6", heads=1)
+    case.scaling = 40.0
+    result, expected = case.run(kernel), case.softmax(torch.float64, True)
+    assert float(expected.lse.abs().max()) > 500
+    assert torch.isfinite(result.output).all()
+    torch.testing.assert_close(result.lse.double(), expected.lse, rtol=2e-3, atol=0.1)
+
+
+@pytest.mark.parametrize("softcap", [1.0, 30.0])
+def test_softcap_bounds_exact_and_packed_scores_alike(kernel: Kernel, softcap: float) -> None:
+    case = Case(MIXED_KEYS, MIXED_VALUES, heads=1)
+    case.softcap = softcap
+    if supports(case, kernel, cuda=False):
+        case.check(case.run(kernel))
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+def test_sinks_in_the_softmax_take_their_share(kernel: Kernel, tiles: bool) -> None:
+    case = Case("fp6", "vq2", heads=1, counts=(2, 1, 0))
+    case.exact.visible[2] = False
+    case.sink_logits = torch.tensor([-20.0, 0.0, 2.0, 30.0], device=DEVICE)
+    result = case.run(kernel, tiles=tiles)
+    case.check(result, tiles=tiles)
+    assert not result.output[2].any()
+    torch.testing.assert_close(result.lse[2, :, 0], case.sink_logits)
+
+
+def test_strided_inputs(kernel: Kernel) -> None:
+    """Tokens before heads, rows of a larger page table, a mask that was expanded."""
+    case = Case(counts=(2, 2))
+    case.exact.visible[1:] = case.exact.visible[:1]
+    expected = case.run(kernel)
+    case.query = case.query.transpose(1, 2).contiguous().transpose(1, 2)
+    case.exact = ExactTokens(
+        case.exact.keys.transpose(1, 2).contiguous().transpose(1, 2),
+        case.exact.values.transpose(1, 2).contiguous().transpose(1, 2),
+        case.exact.visible[:1].expand(2, -1, -1),
+    )
+    wide = [
+        torch.nn.functional.pad(side.pages, (0, 3, 0, 0, 1, 1), value=NO_PAGE) for side in (case.keys, case.values)
+    ]
+    case.keys, case.values = (
+        replace(side, pages=pages[1:-1, :, :2]) for side, pages in zip((case.keys, case.values), wide, strict=True)
+    )
+    assert not case.keys.pages.is_contiguous()
+    assert_identical(case.run(kernel), expected)
+
+
+def test_repetitions_are_bit_identical(kernel: Kernel) -> None:
+    case = Case(MIXED_KEYS, MIXED_VALUES, heads=1, counts=(3, 1))
+    first = case.run(kernel, splits=3)
+    for _ in range(49 if CUDA else 2):
+        assert_identical(case.run(kernel, splits=3), first)
+
+
+def test_slots_behind_two_to_the_31_words(kernel: Kernel, tmp_path: Path) -> None:
+    case = Case("vq2", "vq2", heads=1, counts=(1,))
+    expected = case.run(kernel)
+    tier = get_codec("vq2").tier_id
+    sides = []
+    for name, side in (("keys", case.keys), ("values", case.values)):
+        words = side.pools[tier].shape[1]
+        slot = (1 << 31) // words + 2
+        size = (slot + 1) * words
+        if CUDA:
+            pool = torch.empty(size, dtype=torch.int32, device=DEVICE)
+        else:  # a sparse file takes no memory
+            pool = torch.from_file(str(tmp_path / name), shared=True, size=size, dtype=torch.int32)
+        pool.view(-1, words)[slot] = side.pools[tier][0]
+        sides.append(
+            replace(
+                side,
+                pools={tier: pool.view(-1, words)},
+                pages=torch.full_like(side.pages, make_page(tier, slot)),
+            )
+        )
+    case.keys, case.values = sides
+    assert_identical(case.run(kernel), expected)
+
+
+@pytest.mark.parametrize("tier", ["exact", "nuq2", "vq3o"])
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_tiers_without_a_path_are_named(kernel: Kernel, tier: str, side: str) -> None:
+    case = Case(["vq3", tier] if side == "keys" else "vq3", ["vq2", tier] if side == "values" else "vq2", heads=1)
+    reason = case.obstacle(kernel)
+    assert reason is not None
+    assert tier in reason
+
+
+def test_what_a_kernel_cannot_do_is_said(kernel: Kernel) -> None:
+    case = Case(heads=1, counts=(1,))
+    query, exact, tiles = case.query, case.exact, case.tiles
+    double = ExactTokens(exact.keys.double(), exact.values.double(), exact.visible)
+    wide = ExactTokens(exact.keys, exact.values.repeat(1, 1, 1, 2), exact.visible)
+    swapped = AttentionTiles((case.values,), case.keys)
+    mean = torch.zeros(1, 1, 64, device=DEVICE)
+    for arguments in (
+        (query.repeat(1, 1, 2, 1), exact, tiles),
+        (query.double(), double, tiles),
+        (query, double, tiles),
+        (query, wide, tiles),
+        (query, exact, AttentionTiles((case.keys, case.values), case.values)),
+        (query, exact, AttentionTiles((case.keys,), replace(case.values, mean=mean))),
+        (query, exact, swapped),
+    ):
+        assert kernel.obstacle(*arguments, None, None)
+    assert kernel.obstacle(query, exact, None, None, None) is None
+
+
+@pytest.fixture
+def triton_module() -> Callable[[], ModuleType]:
+    """Loads a second copy of the module, as it is in the circumstances that a test has made."""
+
+    def load() -> ModuleType:
+        spec = importlib.util.find_spec("subbyte_kernels.decode_attention.triton_kernel")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def test_the_triton_module_loads_without_triton(
+    triton_module: Callable[[], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(heads=1, counts=(1,))
+    monkeypatch.setitem(sys.modules, "triton", None)
+    reason = triton_module().triton_obstacle(case.query, case.exact, case.tiles, None, None)
+    assert reason == "triton is not installed"
+
+
+def test_a_cpu_needs_the_interpreter(triton_module: Callable[[], ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="needs triton")
+    case = Case(heads=1, counts=(1,))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    reason = triton_module().triton_obstacle(case.query.cpu(), case.exact, case.tiles, None, None)
+    assert reason == "the tensors lie on a CPU"
+
+
+def test_triton_computes_no_gradients(kernel: Kernel) -> None:
+    case = Case(heads=1, counts=(1,))
+    case.query.requires_grad_()
+    if kernel.name == "triton":
+        assert case.obstacle(kernel) == "a gradient is wanted"
+    with torch.no_grad():
+        assert case.obstacle(kernel) is None
