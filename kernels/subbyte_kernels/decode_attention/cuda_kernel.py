@@ -8,6 +8,7 @@ and the partial results and reads nothing back, so a call can be captured in a C
 import ctypes
 import json
 import math
+import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -32,6 +33,7 @@ _MAX_POOLS = 8
 _MIN_CAPABILITY = (8, 0)
 _SOURCE = Path(__file__).with_name("decode_attention.cu")
 _TUNED = Path(__file__).with_name("configs.json")
+_MAX_SPLITS = 128
 _ENTRY_BYTES = 128  # what the copies of one table entry take in shared memory
 
 # (encoding, bits of a code, values of a code) -> the kernel's name for it
@@ -124,25 +126,6 @@ def cuda_obstacle(
     return _side_obstacle(tiles.keys[0], Order.KEYS) or _side_obstacle(tiles.values, Order.VALUES)
 
 
-class _Params(ctypes.Structure):
-    """``Params`` of the kernel."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "exact_key", "exact_value", "visible", "key_pages")),
-        *((name, ctypes.c_void_p) for name in ("value_pages", "mean", "key_signs", "value_signs", "sinks")),
-        ("key_pool", ctypes.c_void_p * _MAX_POOLS),
-        ("value_pool", ctypes.c_void_p * _MAX_POOLS),
-        ("table", ctypes.c_void_p * _MAX_POOLS),
-        *((name, ctypes.c_void_p) for name in ("output", "lse", "partial", "partial_state", "arrived")),
-        *((name, ctypes.c_uint64) for name in ("query_row", "query_head", "exact_row", "exact_head", "exact_token")),
-        *((name, ctypes.c_uint64) for name in ("visible_row", "page_row", "page_head")),
-        ("table_row", ctypes.c_uint64 * _MAX_POOLS),
-        ("table_head", ctypes.c_uint64 * _MAX_POOLS),
-        *((name, ctypes.c_int) for name in ("heads", "group", "exact", "tiles", "splits")),
-        ("scaling", ctypes.c_float),
-    )
-
-
 @dataclass(frozen=True)
 class _Variant:
     """What a kernel is compiled for.
@@ -160,6 +143,14 @@ class _Variant:
     tiers: tuple[tuple[tuple[int, str, int], ...], tuple[tuple[int, str, int], ...]]
     tables: tuple[tuple[int, int], ...]
 
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block; the kernel asserts the same number when it is compiled."""
+        queries, warps = 4 * self.quads, self.config.warps
+        tables = [entries * _ENTRY_BYTES for entries, _ in self.tables]
+        sums = 2 * warps * queries * (self.head_dim * 4 + 8)
+        return sums + queries * (self.head_dim * 2 + 8) + 16 + (tables[0] if tables else 16) + sum(tables)
+
     def source(self) -> str:
         """The kernel's text behind the definitions that it wants."""
         sides = [
@@ -173,6 +164,7 @@ class _Variant:
             "WARPS": self.config.warps,
             "BLOCKS": self.config.blocks_per_sm,
             "EXACT_BF16": int(self.bf16),
+            "SHARED_BYTES": self.shared_bytes,
             "KEY_TIERS": sides[0],
             "VALUE_TIERS": sides[1],
             "TABLES": tables,
@@ -204,7 +196,7 @@ def compile_source(source: str, architecture: str) -> bytes:
     """
     program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"decode_attention.cu", 0, [], []))
     try:
-        options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17", b"-lineinfo"]
+        options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17", b"-default-device", b"-lineinfo"]
         (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if int(code):
             log = bytes(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
@@ -224,17 +216,15 @@ class _Kernel:
         major, minor = torch.cuda.get_device_capability(variant.device)
         self._module = _checked(driver.cuModuleLoadData(compile_source(variant.source(), f"sm_{major}{minor}")))
         self._function = _checked(driver.cuModuleGetFunction(self._module, b"decode_attention"))
-        place, _ = _checked(driver.cuModuleGetGlobal(self._module, b"SHARED_BYTES"))
-        size = ctypes.c_int()
-        _checked(driver.cuMemcpyDtoH(ctypes.addressof(size), place, ctypes.sizeof(size)))
-        self._shared = size.value
+        self._shared = variant.shared_bytes
         self._threads = 32 * variant.config.warps
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(self._function, limit, self._shared))
 
-    def launch(self, blocks: int, params: _Params, stream: int) -> None:
+    def launch(self, blocks: int, params: bytes, stream: int) -> None:
         """Launch on a stream; ``params`` are copied before the call returns."""
-        pointer = ctypes.c_void_p(ctypes.addressof(params))
+        held = ctypes.create_string_buffer(params, len(params))
+        pointer = ctypes.c_void_p(ctypes.addressof(held))
         shape = (blocks, 1, 1, self._threads, 1, 1)
         _checked(driver.cuLaunchKernel(self._function, *shape, self._shared, stream, ctypes.addressof(pointer), 0))
 
@@ -297,7 +287,7 @@ def choose_splits(heads: int, tiles: int, config: CudaConfig, multiprocessors: i
         rounds = math.ceil(units / splits / config.warps)
         return waves * (2 + rounds) + 0.02 * splits
 
-    return min(range(1, max(1, min(units, 128)) + 1), key=cost)
+    return min(range(1, max(1, min(units, _MAX_SPLITS)) + 1), key=cost)
 
 
 class _Arguments:
@@ -334,13 +324,12 @@ class _Arguments:
         """Entries and vector_dim of each table."""
         return tuple((table.shape[2], table.shape[3]) for table in self.tables)
 
-    def fill(self, params: _Params) -> None:
-        """Write the pointers."""
-        for index, table in enumerate(self.tables):
-            params.table[index], params.table_row[index], params.table_head[index] = self._identity(table)
-        for pools, to in zip(self.pools, (params.key_pool, params.value_pool), strict=False):
-            for index, pool in enumerate(pools):
-                to[index] = pool.data_ptr()
+    def pointers(self) -> list[int]:
+        """The end of the kernel's parameters: pools of both sides, tables, their strides; one zero in place of none."""
+        identities = [self._identity(table) for table in self.tables]
+        pools = [[pool.data_ptr() for pool in side] for side in self.pools] or [[], []]
+        fields = [*pools, *([identity[part] for identity in identities] for part in range(3))]
+        return [value for field in fields for value in field or [0]]
 
 
 def decode_attention_cuda(
@@ -394,40 +383,31 @@ def decode_attention_cuda(
     lse = torch.empty(batch, query_heads, 1, dtype=torch.float32, device=query.device)
     partial = torch.empty(pairs * splits * 4 * quads, dim + 2, dtype=torch.float32, device=query.device)
     stream = torch.cuda.current_stream(query.device).cuda_stream
-    held = [query, keys, values, visible, partial]
-
-    params = _Params()
-    params.query, params.exact_key, params.exact_value = query.data_ptr(), keys.data_ptr(), values.data_ptr()
-    params.visible, params.visible_row = visible.data_ptr(), visible.stride(0)
-    params.query_row, params.query_head = query.stride(0), query.stride(1)
-    params.exact_row, params.exact_head, params.exact_token = keys.stride()[:3]
-    params.heads, params.group, params.exact = heads, group, keys.shape[2]
-    params.tiles, params.splits, params.scaling = count, splits, scaling
-    params.output, params.lse = output.data_ptr(), lse.data_ptr()
-    params.partial = partial.data_ptr()
-    params.partial_state = partial.data_ptr() + 4 * pairs * splits * 4 * quads * dim
-    params.arrived = _arrived(device, stream, 1 << pairs.bit_length()).data_ptr()
-    if sink_logits is not None:
-        sink_logits = sink_logits.float().contiguous()
-        held.append(sink_logits)
-        params.sinks = sink_logits.data_ptr()
-    arguments = _Arguments(tiles)
-    arguments.fill(params)
+    sinks = None if sink_logits is None else sink_logits.float().contiguous()
+    key_pages = value_pages = mean = key_signs = value_signs = None
     if tiles is not None:
         key_side, value_side = tiles.keys[0], tiles.values
         key_pages, value_pages = key_side.pages, value_side.pages
         if key_pages.stride() != value_pages.stride() or key_pages.stride(-1) != 1:
             key_pages, value_pages = key_pages.contiguous(), value_pages.contiguous()
-        held += [key_pages, value_pages]
-        params.key_pages, params.value_pages = key_pages.data_ptr(), value_pages.data_ptr()
-        params.page_row, params.page_head = key_pages.stride()[:2]
-        assert key_side.signs is not None
-        assert value_side.signs is not None
-        params.key_signs, params.value_signs = key_side.signs.data_ptr(), value_side.signs.data_ptr()
-        if key_side.mean is not None:
-            mean = key_side.mean.contiguous()
-            held.append(mean)
-            params.mean = mean.data_ptr()
+        mean = None if key_side.mean is None else key_side.mean.contiguous()
+        key_signs, value_signs = key_side.signs, value_side.signs
+    state = partial.flatten()[pairs * splits * 4 * quads * dim :]
+    arrived = _arrived(device, stream, 1 << pairs.bit_length())
+    pointers = [query, keys, values, visible, key_pages, value_pages, mean, key_signs, value_signs, sinks]
+    pointers += [output, lse, partial, state, arrived]
+    strides = [*query.stride()[:2], *keys.stride()[:3], visible.stride(0)]
+    strides += [0, 0] if key_pages is None else key_pages.stride()[:2]
+    arguments = _Arguments(tiles)
+    ends = arguments.pointers()
+    params = struct.pack(
+        f"<{len(pointers) + len(strides)}Q5if{len(ends)}Q",
+        *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
+        *strides,
+        *(heads, group, keys.shape[2], count, splits),
+        scaling,
+        *ends,
+    )
     variant = _Variant(
         device=device,
         head_dim=dim,

@@ -27,7 +27,7 @@
 // g, query t) to those that need it (column g, tokens t and t + 4) by two shuffles for 16 tokens.
 //
 // The host defines, in front of this text: HEAD_DIM, QUADS (groups of 4 queries), WARPS, BLOCKS (blocks of an SM),
-// EXACT_BF16 (the model's dtype is bf16, else fp16), KEY_TIERS and VALUE_TIERS as lists of TIER(index, id, kind, table),
+// EXACT_BF16 (the model's dtype is bf16, else fp16), SHARED_BYTES, KEY_TIERS and VALUE_TIERS as lists of TIER(index, id, kind, table),
 // TABLES as a list of TABLE(index, entries, dim).
 
 typedef unsigned int u32;
@@ -45,6 +45,7 @@ constexpr int TILE = 128;
 constexpr int UNIT = 64;
 constexpr int THREADS = 32 * WARPS;
 constexpr int QUERIES = 4 * QUADS;
+constexpr int MAX_SPLITS = 128;
 constexpr int STEPS = D / 32;         // instructions for 8 tokens of keys or of values and a quad of queries
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float SLACK = 8.0f;         // the running maximum may lag behind by a factor of 2^8: P stays far below 65504
@@ -85,44 +86,46 @@ constexpr int N_KEY_TIERS = 0 KEY_TIERS;
 constexpr int N_VALUE_TIERS = 0 VALUE_TIERS;
 #undef TIER
 
-// Shared memory: per warp the packed and the exact sum | queries, rotated and plain | per warp (m, l) twice | size of each
+// Shared memory: each warp's packed sum, then its exact one | rotated queries | (m, l) of the sums | size of each
 // query and its product with the mean | a flag | tables. A table starts at a multiple of its size, so that an entry's
 // place is or-ed into the address; the host gives the largest tables first.
 constexpr int ROW_FLOATS = QUERIES * D;
-constexpr int QUERY_AT = 2 * WARPS * ROW_FLOATS * 4;
-constexpr int PLAIN_AT = QUERY_AT + QUERIES * D * 2;
-constexpr int STATE_AT = PLAIN_AT + QUERIES * D * 2;
-constexpr int FACTOR_AT = STATE_AT + 2 * WARPS * QUERIES * 8;
+constexpr int ROWS = 2 * WARPS;
+constexpr int QUERY_AT = ROWS * ROW_FLOATS * 4;
+constexpr int STATE_AT = QUERY_AT + QUERIES * D * 2;
+constexpr int FACTOR_AT = STATE_AT + ROWS * QUERIES * 8;
 constexpr int FLAG_AT = FACTOR_AT + QUERIES * 8;
 constexpr int TABLES_AT = FLAG_AT + 16;
 constexpr int TABLE_ALIGN = N_TABLES ? table_bytes(0) : 16;
-extern "C" __constant__ const int SHARED_BYTES = TABLES_AT + TABLE_ALIGN + table_offset(N_TABLES);
+static_assert(TABLES_AT + TABLE_ALIGN + table_offset(N_TABLES) == SHARED_BYTES, "host and kernel agree");
+
+constexpr int some(int count) { return count ? count : 1; }
 
 struct Params {
-    const u16 *query;           // [B, HQ, D]
-    const u16 *exact_key;       // [B, H, E, D]
+    const u16 *query;              // [B, HQ, D]
+    const u16 *exact_key;          // [B, H, E, D]
     const u16 *exact_value;
     const unsigned char *visible;  // [B, E]
-    const int *key_pages;       // [B, H, T]
+    const int *key_pages;          // [B, H, T]
     const int *value_pages;
-    const float *mean;          // [B, H, D] or null
-    const float *key_signs;     // [D]
+    const float *mean;             // [B, H, D] or null
+    const float *key_signs;        // [D]
     const float *value_signs;
-    const float *sinks;         // [HQ] or null
-    const u32 *key_pool[8];
-    const u32 *value_pool[8];
-    const u16 *table[8];
-    float *output;              // [B, HQ, D]
-    float *lse;                 // [B, HQ]
-    float *partial;             // [B H, splits, QUERIES, D]
-    float *partial_state;       // [B H, splits, QUERIES, 2]
-    u32 *arrived;               // [B H], zero before and after
-    u64 query_row, query_head;  // strides in elements
+    const float *sinks;            // [HQ] or null
+    float *output;                 // [B, HQ, D]
+    float *lse;                    // [B, HQ]
+    float *partial;                // [B H, splits, QUERIES, D]
+    float2 *partial_state;         // [B H, splits, QUERIES]
+    u32 *arrived;                  // [B H], zero before and after
+    u64 query_row, query_head;     // strides in elements
     u64 exact_row, exact_head, exact_token;
     u64 visible_row, page_row, page_head;
-    u64 table_row[8], table_head[8];
     int heads, group, exact, tiles, splits;
     float scaling;
+    const u32 *key_pool[some(N_KEY_TIERS)];
+    const u32 *value_pool[some(N_VALUE_TIERS)];
+    const u16 *table[some(N_TABLES)];
+    u64 table_row[some(N_TABLES)], table_head[some(N_TABLES)];
 };
 
 extern __shared__ __align__(128) char shared[];
@@ -343,16 +346,16 @@ struct Warp {
         if (!__any_sync(FULL, scale > largest)) return;
 #pragma unroll
         for (int bit = 1; bit < 32; bit <<= 1) scale = fmaxf(scale, __shfl_xor_sync(FULL, scale, bit));
-        const float wider = 2.0f * scale, factor = largest / wider;
+        const float wider = 2.0f * scale, factor = __fdividef(largest, wider);
 #pragma unroll
         for (int a = 0; a < QUADS; ++a) scale_sum(a, factor);
         largest = wider;
     }
 
-    // Leave sums and states in shared memory: slot 0 packed, 1 exact.
-    DEVICE void store(int slot, int warp) {
-        float *sums = reinterpret_cast<float *>(shared) + (slot * WARPS + warp) * ROW_FLOATS;
-        float2 *states = reinterpret_cast<float2 *>(shared + STATE_AT) + (slot * WARPS + warp) * QUERIES;
+    // Leave sums and states in shared memory.
+    DEVICE void store(int row) {
+        float *sums = reinterpret_cast<float *>(shared) + row * ROW_FLOATS;
+        float2 *states = reinterpret_cast<float2 *>(shared + STATE_AT) + row * QUERIES;
         const float unit = largest;
 #pragma unroll
         for (int a = 0; a < QUADS; ++a) {
@@ -384,15 +387,16 @@ typedef float Scores[OCTETS][QUADS];  // lane 4 g + t: tokens 8 i + g, queries 4
 typedef u32 Queries[QUADS][STEPS][2];
 
 // B operands of the group's queries: column g is query g / 2 of a quad, pairs g % 2 of lane t's channels.
-DEVICE void load_queries(Queries &query, int at, int g, int t) {
+DEVICE void load_queries(Queries &query, const u16 *from, u64 stride, int count, int g, int t) {
 #pragma unroll
-    for (int a = 0; a < QUADS; ++a)
+    for (int a = 0; a < QUADS; ++a) {
+        const int row = 4 * a + (g >> 1);
+        const u32 *pairs = reinterpret_cast<const u32 *>(from + row * stride) + t * (D / 8) + (g & 1);
 #pragma unroll
         for (int j = 0; j < STEPS; ++j)
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                query[a][j][half] = *reinterpret_cast<const u32 *>(
-                    shared + at + 2 * ((4 * a + (g >> 1)) * D + t * (D / 4) + 8 * j + 4 * half + 2 * (g & 1)));
+            for (int half = 0; half < 2; ++half) query[a][j][half] = row < count ? pairs[4 * j + 2 * half] : 0;
+    }
 }
 
 template <Kind kind>
@@ -501,22 +505,33 @@ DEVICE float value_unit_size(int page) {
     return size;
 }
 
-DEVICE void packed_units(const Params &p, Warp &warp, const int *key_pages, const int *value_pages, int unit, int end) {
-    const int lane = warp.lane, g = warp.g, t = warp.t;
-    int key_page = -1, value_page = -1;
+// What a warp has loaded ahead: the first words of a unit's codes, and its scales.
+struct Ahead {
+    int key_page, value_page;
     u32 key_words[16], value_words[16], key_scales[4], value_scales[4];
-    if (unit < end) {
-        key_page = key_pages[unit >> 1];
-        value_page = value_pages[unit >> 1];
+
+    DEVICE void start(const Params &p, const int *key_pages, const int *value_pages, int unit, int end, int lane) {
+        key_page = value_page = -1;
+        if (unit < end) {
+            key_page = key_pages[unit >> 1];
+            value_page = value_pages[unit >> 1];
+        }
+        if (key_page >= 0) {
+            prefetch_key(p, key_page, unit, key_words, lane);
+            prefetch_value(p, value_page, unit, value_words, lane);
+            prefetch_scales(p, key_page, value_page, unit, key_scales, value_scales, lane >> 2);
+        }
     }
-    if (key_page >= 0) {
-        prefetch_key(p, key_page, unit, key_words, lane);
-        prefetch_value(p, value_page, unit, value_words, lane);
-        prefetch_scales(p, key_page, value_page, unit, key_scales, value_scales, g);
-    }
+};
+
+DEVICE void packed_units(const Params &p, Warp &warp, Ahead &ahead, const int *key_pages, const int *value_pages, int unit, int end) {
+    const int lane = warp.lane, g = warp.g, t = warp.t;
+    u32 (&key_words)[16] = ahead.key_words, (&value_words)[16] = ahead.value_words;
+    u32 (&key_scales)[4] = ahead.key_scales, (&value_scales)[4] = ahead.value_scales;
+    int &key_page = ahead.key_page, &value_page = ahead.value_page;
     const u32 tables = tables_address();
     Queries query;
-    load_queries(query, QUERY_AT, g, t);
+    load_queries(query, reinterpret_cast<const u16 *>(shared + QUERY_AT), D, QUERIES, g, t);
     float size[QUADS];
 #pragma unroll
     for (int a = 0; a < QUADS; ++a) size[a] = reinterpret_cast<const float2 *>(shared + FACTOR_AT)[4 * a + t].x;
@@ -557,7 +572,7 @@ DEVICE void packed_units(const Params &p, Warp &warp, const int *key_pages, cons
         for (int a = 0; a < QUADS; ++a) highest[a] *= size[a];
         warp.raise(highest);
         warp.widen(widest * value_size);
-        const float shrink = value_size / warp.largest;
+        const float shrink = __fdividef(value_size, warp.largest);
         u32 weights[4][QUADS];
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
@@ -587,34 +602,34 @@ DEVICE void packed_units(const Params &p, Warp &warp, const int *key_pages, cons
 
 // ---------------------------------------------------------------------------------------------- exact tokens
 
-// 16 exact tokens, operands straight from the model's keys and values. Tokens that are not visible are never read.
-DEVICE void exact_step(const Params &p, Warp &warp, const u16 *keys, const u16 *values, const unsigned char *visible, int first) {
+// 16 exact tokens, operands straight from the model's keys and values. What lies where nobody sees it may be NaN.
+DEVICE void exact_step(const Params &p, Warp &warp, const Queries &query, const u16 *keys, const u16 *values, const unsigned char *visible, int first) {
     const int lane = warp.lane, g = warp.g, t = warp.t;
     const int tokens[2] = {first + g, first + g + 8};
     bool seen[2];
     u32 k[2][D / 8];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        seen[half] = tokens[half] < p.exact && visible[tokens[half]];
-#pragma unroll
-        for (int i = 0; i < D / 8; ++i) k[half][i] = 0;
-        if (seen[half])
+        seen[half] = false;
+        if (tokens[half] < p.exact) {
+            seen[half] = visible[tokens[half]];
 #pragma unroll
             for (int i = 0; i < D / 8; i += 4) load_words(k[half] + i, reinterpret_cast<const u32 *>(keys + tokens[half] * p.exact_token + t * (D / 4)) + i, 4);
+        }
     }
     u32 v[4][D / 16];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int token = first + t + 4 * i;
-        const bool there = token < p.exact && visible[token];
-#pragma unroll
-        for (int w = 0; w < D / 16; ++w) v[i][w] = 0;
-        if (there)
+        bool there = false;
+        if (token < p.exact) {
+            there = visible[token];
 #pragma unroll
             for (int w = 0; w < D / 16; w += 4) load_words(v[i] + w, reinterpret_cast<const u32 *>(values + token * p.exact_token + g * (D / 8)) + w, 4);
+        }
+#pragma unroll
+        for (int w = 0; w < D / 16; ++w) v[i][w] = there ? v[i][w] : 0;
     }
-    Queries query;
-    load_queries(query, PLAIN_AT, g, t);
     float scores[2][QUADS], highest[QUADS];
     const float factor = p.scaling * LOG2E;
 #pragma unroll
@@ -651,33 +666,45 @@ DEVICE void exact_step(const Params &p, Warp &warp, const u16 *keys, const u16 *
 
 // ---------------------------------------------------------------------------------------------- before and after
 
-// Copies of each entry side by side; 16 bytes a thread and step.
+// Copies of each entry side by side; 16 bytes a thread and step, all loads before the first store.
+template <int index, int entries, int dim> DEVICE void fill_table(const Params &p, int row, int head, u32 tables) {
+    constexpr int COUNT = (entries * 8 + THREADS - 1) / THREADS;
+    const u16 *from = p.table[index] + row * p.table_row[index] + head * p.table_head[index];
+    u32 first[COUNT], second[COUNT];
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+        const int i = threadIdx.x + n * THREADS;
+        if (i >= entries * 8) break;
+        const u32 *entry = reinterpret_cast<const u32 *>(from + (i >> 3) * dim);
+        first[n] = __ldg(entry);
+        second[n] = dim == 4 ? __ldg(entry + 1) : first[n];
+    }
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+        const int i = threadIdx.x + n * THREADS;
+        if (i >= entries * 8) break;
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %1, %2};" :: "r"(tables + table_offset(index) + i * 16), "r"(first[n]), "r"(second[n]));
+    }
+}
 DEVICE void fill_tables(const Params &p, int row, int head) {
     const u32 tables = tables_address();
-#define TABLE(index, entries, dim) { \
-        const u16 *from = p.table[index] + row * p.table_row[index] + head * p.table_head[index]; \
-        for (int i = threadIdx.x; i < entries * 8; i += THREADS) { \
-            const u32 *entry = reinterpret_cast<const u32 *>(from + (i >> 3) * dim); \
-            const u32 first = __ldg(entry), second = dim == 4 ? __ldg(entry + 1) : first; \
-            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %1, %2};" :: "r"(tables + table_offset(index) + i * 16), "r"(first), "r"(second)); \
-        } }
+#define TABLE(index, entries, dim) fill_table<index, entries, dim>(p, row, head, tables);
     TABLES
 #undef TABLE
 }
 
-// The group's queries: as they are, and rotated, in units of their largest element.
-DEVICE void place_queries(const Params &p, int row, int head, int warp, int lane) {
+// The group's queries, rotated, in units of their largest element.
+DEVICE void place_queries(const Params &p, int row, int head, int warp, int warps, int lane) {
     constexpr int OWN = D / 32;
-    u16 *rotated = reinterpret_cast<u16 *>(shared + QUERY_AT), *plain = reinterpret_cast<u16 *>(shared + PLAIN_AT);
+    u16 *rotated = reinterpret_cast<u16 *>(shared + QUERY_AT);
     float2 *factors = reinterpret_cast<float2 *>(shared + FACTOR_AT);
-    for (int query = warp; query < QUERIES; query += WARPS) {
+    for (int query = warp; query < QUERIES; query += warps) {
         const bool real = query < p.group;
         const u16 *from = p.query + row * p.query_row + (u64)(head * p.group + query) * p.query_head + lane * OWN;
         float x[OWN], offset = 0.0f, largest = 0.0f;
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
             const u16 bits = real ? from[i] : (u16)0;
-            plain[query * D + lane * OWN + i] = bits;
             x[i] = from_model(bits);
             if (p.mean) offset += x[i] * p.mean[((u64)row * p.heads + head) * D + lane * OWN + i];
             if (p.tiles) x[i] *= p.key_signs[lane * OWN + i];
@@ -690,7 +717,7 @@ DEVICE void place_queries(const Params &p, int row, int head, int warp, int lane
             largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, bit));
             offset += __shfl_xor_sync(FULL, offset, bit);
         }
-        const float inverse = largest > 0.0f ? 1.0f / largest : 0.0f;
+        const float inverse = largest > 0.0f ? __fdividef(1.0f, largest) : 0.0f;
 #pragma unroll
         for (int i = 0; i < OWN; i += 2)
             *reinterpret_cast<u32 *>(rotated + query * D + lane * OWN + i) = half2(x[i] * inverse, x[i + 1] * inverse);
@@ -698,25 +725,116 @@ DEVICE void place_queries(const Params &p, int row, int head, int warp, int lane
     }
 }
 
-// Weighted sum of the warps' rows of one slot, in the order of the warps; lane holds D/32 channels.
-DEVICE void merge_warps(int slot, int query, int lane, float (&x)[D / 32], float &top, float &total) {
+// Softmax states of up to 32 parts, one a lane (-infinite where there is none): the weight of each part against the
+// largest maximum, which is returned; `total` becomes the weighted sum of denominators.
+DEVICE float weigh(float2 state, float &weight, float &total) {
+    float top = state.x;
+#pragma unroll
+    for (int bit = 1; bit < 32; bit <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL, top, bit));
+    weight = state.x == -INFINITE ? 0.0f : exp2_fast(state.x - top);
+    total = weight * state.y;
+#pragma unroll
+    for (int bit = 1; bit < 32; bit <<= 1) total += __shfl_xor_sync(FULL, total, bit);
+    return top;
+}
+
+// Weighted sum of `count` warps' rows from `first` on, in the order of the warps; lane holds D/32 channels.
+DEVICE void merge_warps(int first, int count, int query, int lane, float (&x)[D / 32], float &top, float &total) {
     constexpr int OWN = D / 32;
-    const float *sums = reinterpret_cast<const float *>(shared) + slot * WARPS * ROW_FLOATS + query * D + lane * OWN;
-    const float2 *states = reinterpret_cast<const float2 *>(shared + STATE_AT) + slot * WARPS * QUERIES + query;
-    top = -INFINITE;
-    total = 0.0f;
+    const float2 *states = reinterpret_cast<const float2 *>(shared + STATE_AT) + first * QUERIES + query;
+    const float *sums = reinterpret_cast<const float *>(shared) + first * ROW_FLOATS + query * D + lane * OWN;
+    float weight;
+    top = weigh(lane < count ? states[lane * QUERIES] : make_float2(-INFINITE, 0.0f), weight, total);
 #pragma unroll
     for (int i = 0; i < OWN; ++i) x[i] = 0.0f;
-    for (int w = 0; w < WARPS; ++w) top = fmaxf(top, states[w * QUERIES].x);
-    if (top == -INFINITE) return;
-#pragma unroll 4
-    for (int w = 0; w < WARPS; ++w) {
-        const float2 state = states[w * QUERIES];
-        if (state.x == -INFINITE) continue;  // its row was never written
-        const float weight = exp2_fast(state.x - top);
-        total += weight * state.y;
+#pragma unroll 8
+    for (int w = 0; w < count; ++w) {
+        const float factor = __shfl_sync(FULL, weight, w);
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) x[i] += weight * sums[w * ROW_FLOATS + i];
+        for (int i = 0; i < OWN; ++i) x[i] += factor * sums[w * ROW_FLOATS + i];
+    }
+}
+
+// The splits of a (row, KV head) -> output. Weights of the splits first, then every thread sums four channels of a query
+// over its share of the splits.
+DEVICE void merge_splits(const Params &p, int pair, int head, int row, int index, int lane) {
+    constexpr int COLUMNS = QUERIES * D / 4;
+    constexpr int SHARES = THREADS / COLUMNS > 1 ? THREADS / COLUMNS : 1;
+    constexpr int AHEAD = 8;
+    float *weights = reinterpret_cast<float *>(shared);  // [QUERIES][MAX_SPLITS]
+    float *totals = weights + QUERIES * MAX_SPLITS;
+    float4 *shares = reinterpret_cast<float4 *>(totals + QUERIES);
+    const float2 *states = p.partial_state + (u64)pair * p.splits * QUERIES;
+    const float4 *sums = reinterpret_cast<const float4 *>(p.partial + (u64)pair * p.splits * QUERIES * D);
+    const int share = threadIdx.x / COLUMNS;
+    const u64 at = (u64)row * p.heads * p.group + (u64)head * p.group;
+    __syncthreads();
+    for (int query = index; query < p.group; query += WARPS) {
+        const float sink = p.sinks ? p.sinks[head * p.group + query] * LOG2E : -INFINITE;
+        float top = sink, total = 0.0f;
+        float2 state[MAX_SPLITS / 32];
+#pragma unroll
+        for (int n = 0; n < MAX_SPLITS / 32; ++n) {
+            const int split = n * 32 + lane;
+            state[n] = split < p.splits ? __ldcg(states + split * QUERIES + query) : make_float2(-INFINITE, 0.0f);
+            top = fmaxf(top, state[n].x);
+        }
+#pragma unroll
+        for (int bit = 1; bit < 32; bit <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL, top, bit));
+#pragma unroll
+        for (int n = 0; n < MAX_SPLITS / 32; ++n) {
+            const float weight = state[n].x == -INFINITE ? 0.0f : exp2_fast(state[n].x - top);
+            weights[query * MAX_SPLITS + n * 32 + lane] = weight;
+            total += weight * state[n].y;
+        }
+#pragma unroll
+        for (int bit = 1; bit < 32; bit <<= 1) total += __shfl_xor_sync(FULL, total, bit);
+        if (sink != -INFINITE) total += exp2_fast(sink - top);
+        if (lane == 0) {
+            totals[query] = total > 0.0f ? __fdividef(1.0f, total) : 0.0f;
+            p.lse[at + query] = total > 0.0f ? (top + log2_fast(total)) * (1.0f / LOG2E) : -INFINITE;
+        }
+    }
+    __syncthreads();
+    for (int column = threadIdx.x % COLUMNS; column < COLUMNS; column += THREADS) {
+        const int query = column / (D / 4);
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (query < p.group && share < SHARES)
+            for (int from = share; from < p.splits; from += AHEAD * SHARES) {
+                float4 part[AHEAD];
+#pragma unroll
+                for (int n = 0; n < AHEAD; ++n) {
+                    const int split = from + n * SHARES;
+                    part[n] = split < p.splits ? __ldcg(sums + (u64)split * COLUMNS + column) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                }
+#pragma unroll
+                for (int n = 0; n < AHEAD; ++n) {
+                    const int split = from + n * SHARES;
+                    const float weight = split < p.splits ? weights[query * MAX_SPLITS + split] : 0.0f;
+                    sum.x += weight * part[n].x;
+                    sum.y += weight * part[n].y;
+                    sum.z += weight * part[n].z;
+                    sum.w += weight * part[n].w;
+                }
+            }
+        if (SHARES > 1) {
+            if (share < SHARES) shares[threadIdx.x] = sum;
+            __syncthreads();
+            if (share == 0)
+#pragma unroll
+                for (int n = 1; n < SHARES; ++n) {
+                    const float4 other = shares[threadIdx.x + n * COLUMNS];
+                    sum.x += other.x;
+                    sum.y += other.y;
+                    sum.z += other.z;
+                    sum.w += other.w;
+                }
+        }
+        if (query < p.group && share == 0) {
+            const float inverse = totals[query];
+            reinterpret_cast<float4 *>(p.output + at * D)[column] =
+                make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
+        }
     }
 }
 
@@ -724,41 +842,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
     const int pair = blockIdx.x / p.splits, split = blockIdx.x % p.splits;
     const int row = pair / p.heads, head = pair % p.heads;
     const int index = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    place_queries(p, row, head, index, lane);
-    if (p.tiles) fill_tables(p, row, head);
-    __syncthreads();
 
     // work of this block: steps of 16 exact tokens, then units of packed ones, dealt out to the warps in turn
     const int exact_steps = (p.exact + 15) / 16, units = 2 * p.tiles;
     const int first_step = exact_steps * split / p.splits, steps = exact_steps * (split + 1) / p.splits - first_step;
     const int first_unit = (int)((long long)units * split / p.splits), end = (int)((long long)units * (split + 1) / p.splits);
+    const int exact_rows = min(steps, WARPS);
+    const int unit = first_unit + (index + WARPS - steps % WARPS) % WARPS;
+    const int *key_pages = p.key_pages + row * p.page_row + head * p.page_head;
+    const int *value_pages = p.value_pages + row * p.page_row + head * p.page_head;
     Warp warp;
     warp.lane = lane;
     warp.g = lane >> 2;
     warp.t = lane & 3;
     warp.clear();
-    int turn = index;
-    if (turn < steps) {
+    Ahead ahead;
+    if (p.tiles) fill_tables(p, row, head);
+    // the exact tokens need neither tables nor rotated queries: they go first, while the other warps prepare both
+    if (index < exact_rows) {
         const u16 *keys = p.exact_key + row * p.exact_row + head * p.exact_head;
         const u16 *values = p.exact_value + row * p.exact_row + head * p.exact_head;
         const unsigned char *visible = p.visible + row * p.visible_row;
+        Queries query;
+        load_queries(query, p.query + row * p.query_row + (u64)head * p.group * p.query_head, p.query_head, p.group, warp.g, warp.t);
         warp.largest = 1.0f;
-        for (; turn < steps; turn += WARPS) exact_step(p, warp, keys, values, visible, 16 * (first_step + turn));
+        for (int step = index; step < steps; step += WARPS) exact_step(p, warp, query, keys, values, visible, 16 * (first_step + step));
+        warp.store(WARPS + index);
+        warp.clear();
     }
-    warp.store(1, index);
-    warp.clear();
-    packed_units(p, warp, p.key_pages + row * p.page_row + head * p.page_head, p.value_pages + row * p.page_row + head * p.page_head,
-                 first_unit + turn - steps, end);
-    warp.store(0, index);
+    if (p.tiles) {
+        const int idle = exact_rows < WARPS ? exact_rows : 0;  // the first warps are busy
+        if (index >= idle) place_queries(p, row, head, index - idle, WARPS - idle, lane);
+        ahead.start(p, key_pages, value_pages, unit, end, lane);
+        __syncthreads();
+        packed_units(p, warp, ahead, key_pages, value_pages, unit, end);
+    }
+    warp.store(index);
     __syncthreads();
 
     // the block's sum: packed part rotated back, exact part as it is
     constexpr int OWN = D / 32;
     for (int query = index; query < p.group; query += WARPS) {
         float x[OWN], y[OWN], top, total, exact_top, exact_total;
-        merge_warps(0, query, lane, x, top, total);
-        merge_warps(1, query, lane, y, exact_top, exact_total);
-        top += reinterpret_cast<const float2 *>(shared + FACTOR_AT)[query].y;
+        merge_warps(0, WARPS, query, lane, x, top, total);
+        merge_warps(WARPS, exact_rows, query, lane, y, exact_top, exact_total);
+        if (p.tiles) top += reinterpret_cast<const float2 *>(shared + FACTOR_AT)[query].y;
         hadamard(x, lane);
         const float both = fmaxf(top, exact_top);
         const float packed_weight = top == -INFINITE ? 0.0f : exp2_fast(top - both);
@@ -770,37 +898,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
         const u64 at = (u64)(pair * p.splits + split) * QUERIES + query;
 #pragma unroll
         for (int i = 0; i < OWN; ++i) p.partial[at * D + lane * OWN + i] = x[i];
-        if (lane == 0) reinterpret_cast<float2 *>(p.partial_state)[at] = make_float2(both, total);
+        if (lane == 0) p.partial_state[at] = make_float2(both, total);
     }
+    __syncthreads();
     if (p.splits > 1) {
-        __threadfence();
-        __syncthreads();
         u32 *flag = reinterpret_cast<u32 *>(shared + FLAG_AT);
-        if (threadIdx.x == 0) *flag = atomicAdd(p.arrived + pair, 1u);
+        if (threadIdx.x == 0) {
+            __threadfence();  // the barrier puts the block's partial sums before it
+            *flag = atomicAdd(p.arrived + pair, 1u);
+        }
         __syncthreads();
         if (*flag != p.splits - 1) return;
         __threadfence();
         if (threadIdx.x == 0) p.arrived[pair] = 0;
-    } else {
-        __syncthreads();
     }
-    const float2 *states = reinterpret_cast<const float2 *>(p.partial_state) + (u64)pair * p.splits * QUERIES;
-    for (int i = threadIdx.x; i < p.group * D; i += THREADS) {
-        const int query = i / D, channel = i % D, head_index = head * p.group + query;
-        const float sink = p.sinks ? p.sinks[head_index] * LOG2E : -INFINITE;
-        float top = sink, total, x = 0.0f;
-        for (int s = 0; s < p.splits; ++s) top = fmaxf(top, __ldcg(states + s * QUERIES + query).x);
-        total = sink == -INFINITE ? 0.0f : exp2_fast(sink - top);
-        const float *from = p.partial + ((u64)pair * p.splits * QUERIES + query) * D + channel;
-#pragma unroll 4
-        for (int s = 0; s < p.splits; ++s) {
-            const float2 state = __ldcg(states + s * QUERIES + query);
-            const float weight = state.x == -INFINITE ? 0.0f : exp2_fast(state.x - top);
-            total += weight * state.y;
-            x += weight * __ldcg(from + (u64)s * QUERIES * D);
-        }
-        const u64 at = (u64)row * p.heads * p.group + head_index;
-        p.output[at * D + channel] = total > 0.0f ? x / total : 0.0f;
-        if (channel == 0) p.lse[at] = total > 0.0f ? (top + log2_fast(total)) / LOG2E : -INFINITE;
-    }
+    merge_splits(p, pair, head, row, index, lane);
 }
