@@ -5,6 +5,8 @@ kernel runs in the interpreter where there is no CUDA device.
 """
 
 import importlib.util
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -205,8 +207,9 @@ class Case:
             assert float(lse.abs().max()) <= 1e-5 * max(1.0, float(expected.lse[sees].abs().max()))
             return
         largest, typical, lse_largest = self.plain_error(expected, tiles)
-        assert float(error.abs().max()) <= 2 * largest
-        assert float(error.square().mean().sqrt()) <= 2 * typical
+        fp32 = 1e-6 * float(expected.output.abs().max())  # what bf16 may have lost nothing to by luck
+        assert float(error.abs().max()) <= 2 * largest + fp32
+        assert float(error.square().mean().sqrt()) <= 2 * typical + fp32
         assert float(lse.abs().max()) <= 2 * lse_largest + 1e-5
 
 
@@ -284,13 +287,16 @@ def test_neither_splits_nor_leftover_memory_matter(
     case = Case(heads=1, counts=(3, 0))
     case.exact.visible[1] = False
     clean = case.run(kernel, splits=splits)
-    empty = torch.empty
 
-    def poisoned(*size: Any, **options: Any) -> Tensor:
-        made = empty(*size, **options)
-        return made.fill_(poison if made.is_floating_point() else 0x7F)
+    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*arguments: Any, **options: Any) -> Tensor:
+            memory = make(*arguments, **options)
+            return memory.fill_(poison if memory.is_floating_point() else 0x7F)
 
-    monkeypatch.setattr(torch, "empty", poisoned)
+        return made
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
     result = case.run(kernel, splits=splits)
     monkeypatch.undo()
     assert_identical(result, clean)
@@ -436,6 +442,17 @@ def test_repetitions_are_bit_identical(kernel: Kernel) -> None:
         assert_identical(case.run(kernel, splits=3), first)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_device_that_is_not_the_current_one(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "DEVICE", torch.device("cuda", 1))
+    case = Case(MIXED_KEYS, MIXED_VALUES)
+    assert torch.cuda.current_device() == 0
+    result = case.run(kernel)
+    assert result.output.device == DEVICE
+    case.check(result)
+
+
 def test_slots_behind_two_to_the_31_words(kernel: Kernel, tmp_path: Path) -> None:
     case = Case("vq2", "vq2", heads=1, counts=(1,))
     expected = case.run(kernel)
@@ -529,3 +546,70 @@ def test_triton_computes_no_gradients(kernel: Kernel) -> None:
         assert case.obstacle(kernel) == "a gradient is wanted"
     with torch.no_grad():
         assert case.obstacle(kernel) is None
+
+
+COMPILED = """
+import sys
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+
+class Hopper:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = get_current_stream = staticmethod(lambda *_: 0)
+    get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
+
+
+class Compiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: print(
+            "compiled", self.kernel.warmup(*arguments, grid=grid, **options).metadata.name
+        )
+
+
+driver.set_active(Hopper())
+from subbyte_kernels.decode_attention import triton_kernel
+
+on_cuda = lambda choose: lambda *arguments: choose(*arguments[:-1], torch.device("cuda"))
+triton_kernel._block_tokens = on_cuda(triton_kernel._block_tokens)
+triton_kernel._dot_types = on_cuda(triton_kernel._dot_types)
+for name in ("_decode_attention_kernel", "_merge_parts_kernel"):
+    setattr(triton_kernel, name, Compiled(getattr(triton_kernel, name)))
+for call in torch.load(sys.argv[1], weights_only=False):
+    triton_kernel.decode_attention_triton(*call)
+"""
+
+
+@pytest.mark.slow
+def test_triton_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    """The interpreter takes code that the compiler refuses, and shapes on which it aborts."""
+    pytest.importorskip("triton", reason="needs triton")
+    if CUDA:
+        pytest.skip("compiled in all other tests")
+    every = ["vq175", "vq2", "vq3", "vq4", "fp6", "fp8"]
+    cases = [
+        Case(every, every, heads=1, dim=128, group=8, counts=(6,)),
+        Case("fp6", "vq175", heads=1, dim=64, group=1, counts=(1,), dtype=torch.float16),
+        Case("vq175", "vq3", heads=1, dim=80, group=20, counts=(1,)),
+        Case("vq4", "fp8", heads=1, dim=256, group=71, counts=(1,)),
+        Case("vq3", "fp6", heads=1, dim=96, group=3, counts=(1,), dtype=torch.float32),
+    ]
+    cases[1].softcap, cases[2].sink_logits = 30.0, torch.zeros(20)
+    calls = [(case.query, case.exact, case.tiles, case.scaling, case.softcap, case.sink_logits, 2) for case in cases]
+    calls.append((cases[0].query, cases[0].exact, None, 1.0, None, None, None))
+    torch.save(calls, tmp_path / "calls.pt")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED, str(tmp_path / "calls.pt")],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split().count("_decode_attention_kernel") == len(calls)

@@ -628,62 +628,57 @@ def _dot_types(dtype: torch.dtype, tables: tuple[Tensor, ...], device: torch.dev
     return packed, tl.bfloat16 if dtype is torch.bfloat16 and device.type == "cuda" else tl.float32
 
 
-def decode_attention_triton(
+def _rotated(query: Tensor, side: PackedTiles | None, heads: int) -> tuple[Tensor, Tensor]:
+    """Queries ``[B, HQ, 1, D]`` in the rotated space, and ``[B * HQ]`` their products with the mean that keys lack."""
+    if side is None:
+        nothing = torch.empty(0, device=query.device)
+        return nothing, nothing
+    rows = query.float().reshape(len(query), heads, -1, side.head_dim)
+    if side.mean is None:
+        products = torch.zeros(rows.shape[:3], device=query.device)
+    else:
+        products = rows @ side.mean.unsqueeze(-1)
+    return (rows @ side.rotation.t()).contiguous(), products.contiguous()
+
+
+class _Parts(NamedTuple):
+    """What the first kernel leaves of each part; the exact tokens' part is the last."""
+
+    maxima: Tensor  # [parts, B * HQ] in base 2
+    totals: Tensor  # [parts, B * HQ]
+    sums: Tensor  # [parts, B * HQ, D]
+
+
+def _attend(
     query: Tensor,
     exact: ExactTokens,
     tiles: AttentionTiles | None,
     scaling: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    splits: int | None = None,
-) -> AttentionResult:
-    """Attention of one query a row, for calls without a :func:`triton_obstacle`.
-
-    Args:
-        query: ``[B, HQ, 1, D]`` fp16, bf16 or fp32; HQ a multiple of H, D a multiple of 8 up to 256.
-        exact: tokens held exactly, in the query's dtype, with their mask.
-        tiles: packed tokens, or None.
-        scaling: factor of the scores.
-        softcap: ``softcap * tanh(score / softcap)`` before the mask, or None.
-        sink_logits: ``[HQ]`` logit of a sink in each head's softmax, or None.
-        splits: parts into which the tiles of a row fall; None lets the device's size decide.
-
-    Returns:
-        Output ``[B, HQ, 1, D]`` and log-sum-exp ``[B, HQ, 1]`` fp32, no entropy.
-    """
+    softcap: float | None,
+    splits: int | None,
+) -> _Parts:
     batch, query_heads, _, dim = query.shape
-    heads = exact.keys.shape[1]
-    group, rows, device = query_heads // heads, batch * query_heads, query.device
-    if tiles is not None and not tiles.values.pages.shape[-1]:
-        tiles = None
-    queries = query.reshape(rows, dim).contiguous()
-    rotated_query = mean_scores = torch.empty(0, device=device)
-    tile_count = 0
-    if tiles is not None:
-        tile_count = tiles.values.pages.shape[-1]
-        rotated_query = queries.float() @ tiles.keys[0].rotation.t()
-        mean = tiles.keys[0].mean
-        if mean is None:
-            mean_scores = torch.zeros(rows, device=device)
-        else:
-            mean_scores = (queries.float().view(batch, heads, group, dim) @ mean.unsqueeze(-1)).flatten()
-    keys = _side(None if tiles is None else tiles.keys[0], device)
-    values = _side(None if tiles is None else tiles.values, device)
+    heads, device = exact.keys.shape[1], query.device
+    group, rows = query_heads // heads, batch * query_heads
+    key_side, value_side = (None, None) if tiles is None else (tiles.keys[0], tiles.values)
+    rotated_query, mean_scores = _rotated(query, key_side, heads)
+    keys, values = _side(key_side, device), _side(value_side, device)
+    exact_keys, exact_values, visible = _dense(exact.keys), _dense(exact.values), exact.visible.view(torch.uint8)
 
+    tile_count = values.pages.shape[-1]
     block_rows = min(_MAX_ROWS, max(16, triton.next_power_of_2(group)))
     programs = batch * heads * triton.cdiv(group, block_rows)
-    tile_parts = 0
-    if tiles is not None:
-        tile_parts = _default_splits(device, programs, tile_count) if splits is None else splits
-    parts = tile_parts + 1
-    maxima = torch.empty(parts, rows, device=device)
-    totals = torch.empty(parts, rows, device=device)
-    sums = torch.empty(parts, rows, dim, device=device)
-    exact_keys, exact_values, visible = _dense(exact.keys), _dense(exact.values), exact.visible.view(torch.uint8)
+    wanted = _default_splits(device, programs, tile_count) if splits is None else splits
+    tile_parts = wanted if tile_count else 0
+    scratch = _Parts(
+        torch.empty(tile_parts + 1, rows, device=device),
+        torch.empty(tile_parts + 1, rows, device=device),
+        torch.empty(tile_parts + 1, rows, dim, device=device),
+    )
     padded = max(16, triton.next_power_of_2(dim))
-    dot, exact_dot = _dot_types(query.dtype, values.tables + keys.tables, device)
-    _decode_attention_kernel[(programs, parts)](
-        queries,
+    dot, exact_dot = _dot_types(query.dtype, keys.tables + values.tables, device)
+    _decode_attention_kernel[(programs, tile_parts + 1)](
+        query.reshape(rows, dim).contiguous(),
         rotated_query,
         mean_scores,
         exact_keys,
@@ -702,9 +697,7 @@ def decode_attention_triton(
         values.tables,
         keys.strides,
         values.strides,
-        maxima,
-        totals,
-        sums,
+        *scratch,
         scaling,
         0.0 if softcap is None else softcap,
         exact_keys.shape[2],
@@ -728,25 +721,60 @@ def decode_attention_triton(
         num_warps=4 if dot is tl.float16 else 8,
         num_stages=1,  # more would keep exact tokens in shared memory that tiles need
     )
-    rotated, output = torch.empty(rows, dim, device=device), torch.empty(rows, dim, device=device)
-    lse = torch.empty(rows, device=device)
+    return scratch
+
+
+def _merge(scratch: _Parts, sink_logits: Tensor | None, query_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``[B * HQ, D]`` outputs from tiles, rotated, and from exact tokens; ``[B * HQ]`` log-sum-exp."""
+    parts, rows, dim = scratch.sums.shape
+    rotated, output = torch.empty_like(scratch.sums[0]), torch.empty_like(scratch.sums[0])
+    lse = torch.empty_like(scratch.totals[0])
     _merge_parts_kernel[(rows,)](
-        maxima,
-        totals,
-        sums,
-        totals if sink_logits is None else sink_logits.float(),
+        *scratch,
+        scratch.totals if sink_logits is None else sink_logits.float().contiguous(),
         rotated,
         output,
         lse,
         rows,
-        tile_parts,
+        parts - 1,
         query_heads,
         D=dim,
-        D_PAD=padded,
+        D_PAD=max(16, triton.next_power_of_2(dim)),
         PARTS_AT_ONCE=_MERGED_PARTS,
         PARTS_PAD=max(_MERGED_PARTS, triton.next_power_of_2(parts)),
         HAS_SINK=sink_logits is not None,
     )
+    return rotated, output, lse
+
+
+def decode_attention_triton(
+    query: Tensor,
+    exact: ExactTokens,
+    tiles: AttentionTiles | None,
+    scaling: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    splits: int | None = None,
+) -> AttentionResult:
+    """Attention of one query a row, for calls without a :func:`triton_obstacle`.
+
+    Args:
+        query: ``[B, HQ, 1, D]`` fp16, bf16 or fp32; HQ a multiple of H, D a multiple of 8 up to 256.
+        exact: tokens held exactly, in the query's dtype, with their mask.
+        tiles: packed tokens, or None.
+        scaling: factor of the scores.
+        softcap: ``softcap * tanh(score / softcap)`` before the mask, or None.
+        sink_logits: ``[HQ]`` logit of a sink in each head's softmax, or None.
+        splits: parts into which the tiles of a row fall; None lets the device's size decide.
+
+    Returns:
+        Output ``[B, HQ, 1, D]`` and log-sum-exp ``[B, HQ, 1]`` fp32, no entropy.
+    """
+    if tiles is not None and not tiles.values.pages.shape[-1]:
+        tiles = None
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        scratch = _attend(query, exact, tiles, scaling, softcap, splits)
+        rotated, output, lse = _merge(scratch, sink_logits, query.shape[1])
     if tiles is not None:
         output = torch.addmm(output, rotated, tiles.values.rotation)
-    return AttentionResult(output.view(batch, query_heads, 1, dim), lse.view(batch, query_heads, 1), None)
+    return AttentionResult(output.view_as(query), lse.view(query.shape[:3]), None)
