@@ -17,6 +17,7 @@ BUDGET_POLICIES = ("error", "entropy_rank")
 POLICIES = (*BUDGET_POLICIES, "entropy")
 UNIFORM = "uniform:"
 CODEBOOKS = ("universal", "online")
+BACKENDS = ("auto", "cuda", "triton", "torch")
 WHOLE_PROMPT = "prompt"
 
 
@@ -48,6 +49,7 @@ class KVCacheConfig:
         window: recent tokens that stay exact; up to 127 more wait there for their tile.
         sinks: first tokens that stay exact.
         chunk: ``"prompt"``, or tokens that share a choice of tier: a multiple of 128.
+        backend: what computes decode attention: ``auto`` (the fastest that can), ``cuda``, ``triton`` or ``torch``.
     """
 
     default: bool = True
@@ -57,6 +59,7 @@ class KVCacheConfig:
     window: int = 128
     sinks: int = 4
     chunk: str | int = WHOLE_PROMPT
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.default, bool):
@@ -72,6 +75,8 @@ class KVCacheConfig:
             isinstance(self.chunk, int) and _is_int(self.chunk) and self.chunk > 0 and self.chunk % TILE_TOKENS == 0
         ):
             raise _fail("chunk", self.chunk, f"{WHOLE_PROMPT!r} or a multiple of {TILE_TOKENS} tokens")
+        if self.backend not in BACKENDS:
+            raise _fail("backend", self.backend, f"one of {list(BACKENDS)}")
 
     def _check_policy(self) -> None:
         allowed = f"one of {list(POLICIES)} or {UNIFORM}<tier> with a tier of {list(TIERS)}"

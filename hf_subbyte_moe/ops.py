@@ -1,19 +1,15 @@
 """The seam to the kernels: the only importer of ``subbyte_kernels``.
 
-Each function checks its shapes once and calls the implementation. Today that is the plain PyTorch reference on every
-device; a caller does not know.
+Each function checks its shapes once and calls the implementation: for decode attention the fastest kernel that can do
+the call, for the rest the plain PyTorch reference. A caller does not know.
 """
 
 import torch
 from torch import Tensor
 
 from subbyte_kernels.attention_statistics import TokenStatistics, attention_statistics_reference
-from subbyte_kernels.decode_attention import (
-    AttentionResult,
-    AttentionTiles,
-    ExactTokens,
-    decode_attention_reference,
-)
+from subbyte_kernels.decode_attention import BACKENDS, AttentionResult, AttentionTiles, ExactTokens
+from subbyte_kernels.decode_attention import decode_attention as selected_attention
 from subbyte_kernels.formats import (
     NO_PAGE,
     TILE_TOKENS,
@@ -30,6 +26,7 @@ from subbyte_kernels.pack_tiles.reference import nearest_entries, normalize_toke
 
 
 __all__ = [
+    "BACKENDS",
     "NO_PAGE",
     "TILE_TOKENS",
     "AttentionResult",
@@ -129,6 +126,7 @@ def decode_attention(
     scaling: float,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    backend: str = "auto",
 ) -> AttentionResult:
     """Attention over exact tokens and packed tiles; see the reference for the layout of both.
 
@@ -139,12 +137,13 @@ def decode_attention(
         scaling: factor of the scores.
         softcap: ``softcap * tanh(score / softcap)`` before the mask, or None.
         sink_logits: ``[HQ]`` logit of a sink in each head's softmax, or None.
+        backend: one of ``BACKENDS``.
 
     Returns:
-        Output ``[B, HQ, Sq, Dv]`` fp32, log-sum-exp and entropy (bits) ``[B, HQ, Sq]``.
+        Output ``[B, HQ, Sq, Dv]`` fp32, log-sum-exp and entropy (bits; from "torch" alone) ``[B, HQ, Sq]``.
 
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: shapes that do not belong together, or the named backend cannot do this call.
     """
     batch, heads, tokens, dim = exact.keys.shape
     _check(
@@ -165,7 +164,7 @@ def decode_attention(
         sink_logits is None or sink_logits.shape == query.shape[1:2],
         f"there must be one sink for each of {query.shape[1]} heads",
     )
-    return decode_attention_reference(query, exact, tiles, scaling, softcap, sink_logits)
+    return selected_attention(query, exact, tiles, scaling, softcap, sink_logits, backend)
 
 
 def attention_statistics(

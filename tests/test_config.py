@@ -59,6 +59,8 @@ WRONG = [
     ("chunk", "all", "'prompt'"),
     ("chunk", "256", "a multiple of 128"),
     ("chunk", None, "'prompt'"),
+    ("backend", "flash", "one of ['auto', 'cuda', 'triton', 'torch']"),
+    ("backend", None, "one of"),
 ]
 
 RIGHT: list[dict[str, Any]] = [
@@ -87,7 +89,7 @@ def test_a_wrong_value_is_refused_with_key_value_and_what_is_allowed(key: str, v
 
 @pytest.mark.parametrize("key", ["bit", "Bits", "nbits", "", 3])
 def test_an_unknown_key_is_refused_with_those_that_exist(key: object) -> None:
-    known = "['default', 'bits', 'policy', 'codebook', 'window', 'sinks', 'chunk']"
+    known = "['default', 'bits', 'policy', 'codebook', 'window', 'sinks', 'chunk', 'backend']"
     with pytest.raises(ValueError, match=re.escape(f"unknown key {key!r} in kv_cache; there are {known}")):
         KVCacheConfig.from_dict({key: 1})  # type: ignore[dict-item]
 

@@ -10,6 +10,7 @@ from hf_subbyte_moe.cache import CACHE_NAME, EntropySubbyteCache
 from hf_subbyte_moe.cli.running import load_model, tensor_bytes
 from hf_subbyte_moe.compat import CACHE_KW, cache_of
 from hf_subbyte_moe.explain import cache_size
+from hf_subbyte_moe.patching import use_packed_attention
 from support.models import FAMILIES, left_padded, prompt, tiny_model
 
 
@@ -64,6 +65,31 @@ def test_a_packed_cache_gives_what_it_gives_on_the_cpu(policy: str, codebook: st
     for left, right in zip(on_gpu.logits, on_cpu.logits, strict=True):
         # a code on the border between two entries may fall to either side
         assert (left.cpu() - right).norm() <= 0.05 * right.norm()
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("policy", ["uniform:vq175", "error"])
+def test_a01_kernels_decode_like_the_reference_across_flushes_and_row_operations(policy: str, backend: str) -> None:
+    model, _ = load_model(None)
+    use_packed_attention(model)
+    ids, mask = left_padded([prompt(700, seed=1), prompt(420, seed=2)])
+    steps = prompt(150, rows=3, seed=3).cuda()
+    runs = []
+    for name in ("torch", backend):
+        cache = EntropySubbyteCache(model.config, policy=policy, backend=name)
+        seen = mask.cuda()
+        with torch.no_grad():
+            logits = [model(ids.cuda(), attention_mask=seen, **{CACHE_KW: cache}).logits[:, -1]]
+            for step in range(150):
+                if step == 60:
+                    cache.batch_select_indices(torch.tensor([1, 0, 0]))
+                    seen = seen[[1, 0, 0]]
+                seen = torch.cat([seen, seen.new_ones(len(seen), 1)], dim=1)
+                token = steps[: len(seen), step : step + 1]
+                logits.append(model(token, attention_mask=seen, **{CACHE_KW: cache}).logits[:, -1])
+        runs.append(logits)
+    for expected, found in zip(*runs, strict=True):
+        assert (found - expected).float().norm() <= 0.04 * expected.float().norm()
 
 
 def test_prompt_lookup_equals_plain_decoding_and_a_saved_cache_moves_to_the_gpu(tmp_path: Path) -> None:

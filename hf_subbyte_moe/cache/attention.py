@@ -88,7 +88,8 @@ def _packed(
     latent = isinstance(view, ExpandedView)
     stored_query = absorb_query(module, query) if latent else query
     tiles = view.layer.rows.packed() if view.layer.has_tiles else None
-    result = decode_attention(stored_query, exact, tiles, form.scaling, form.softcap, form.sink_logits)
+    backend = view.layer.backend if query.shape[2] == 1 else "torch"  # the kernels take one token
+    result = decode_attention(stored_query, exact, tiles, form.scaling, form.softcap, form.sink_logits, backend)
     output = expand_output(module, result.output) if latent else result.output
     return output.to(query.dtype).transpose(1, 2).contiguous()
 

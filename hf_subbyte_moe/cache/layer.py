@@ -238,6 +238,11 @@ class EntropySubbyteLayer(CacheLayerMixin):
     # ------------------------------------------------------------------ what our attention function calls
 
     @property
+    def backend(self) -> str:
+        """What computes the attention of one new token."""
+        return self._config.backend
+
+    @property
     def has_tiles(self) -> bool:
         """Some row has packed tiles."""
         return not self.rows.store.empty

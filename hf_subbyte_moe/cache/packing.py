@@ -16,7 +16,7 @@ from hf_subbyte_moe.accounting import TILE_TOKENS, LayerGeometry, tiles_of
 from hf_subbyte_moe.cache.prompts import BitLedger, LayerStatistics, PromptQueries, RowsSnapshot
 from hf_subbyte_moe.cache.rows import RowCodecs
 from hf_subbyte_moe.cache.tiles import TileStore
-from hf_subbyte_moe.cache.window import ExactWindow, Ints
+from hf_subbyte_moe.cache.window import ExactWindow, Ints, MasksAhead
 from hf_subbyte_moe.codecs import codec_of
 from hf_subbyte_moe.config import WHOLE_PROMPT, KVCacheConfig
 from hf_subbyte_moe.ops import AttentionTiles, ExactTokens, PackedTiles
@@ -73,6 +73,8 @@ class PackedRows:
         self._config, self._policy, self._ledger, self._statistics = config, policy, ledger, statistics
         self._dims, self._latent = (key_dim, value_states.shape[-1]), latent
         self._slack = 0
+        self._packed: tuple[int, AttentionTiles] | None = None
+        self._masks = MasksAhead()
         self.window = ExactWindow(key_states, value_states, config.sinks, config.window)
         self.store = TileStore(batch, heads, self._dims, key_states.device)
         self.codecs = RowCodecs(policy.tiers, config.codebook, key_states, value_states, latent)
@@ -199,7 +201,7 @@ class PackedRows:
             index = torch.cat([index.new_full((key.shape[1] - len(index),), -1), index])
         visible = (index <= (held + position)[:, None])[None]
         exact = ExactTokens(*attention_states(key[None], value[None], self._latent), visible)
-        tiles = self.packed(row) if self.store.counts[row] else None
+        tiles = self._packed_rows(row) if self.store.counts[row] else None
         query = queries.sample(0, position)
         return RowProbe(query, held + position, exact, tiles, queries.form, queries.weight, self._latent)
 
@@ -268,8 +270,14 @@ class PackedRows:
 
     # ------------------------------------------------------------------ reading
 
-    def packed(self, row: int | None = None) -> AttentionTiles:
-        """Packed keys and values of all rows or of one, as attention sees them."""
+    def packed(self) -> AttentionTiles:
+        """Packed keys and values of all rows, as attention sees them; the same object until a tile changes."""
+        if self._packed is None or self._packed[0] != self.store.version:
+            self._packed = (self.store.version, self._packed_rows(None))
+        return self._packed[1]
+
+    def _packed_rows(self, row: int | None) -> AttentionTiles:
+        """Packed keys and values of all rows or of one."""
         rows = slice(None) if row is None else slice(row, row + 1)
         sides = []
         for side in (KEYS, VALUES):
@@ -298,7 +306,7 @@ class PackedRows:
             causal: ``[B, q, q]`` which of the new tokens their queries see.
         """
         first, second = self.window.keys, self.window.values
-        visible = self.window.visible(self.lengths, self.first_recent())
+        visible = self._masks.mask(self.window, self.lengths, self.first_recent())
         if pending is not None:
             assert causal is not None
             first, second = (torch.cat(pair, dim=2) for pair in zip((first, second), pending, strict=True))

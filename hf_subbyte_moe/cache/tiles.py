@@ -56,6 +56,7 @@ class TileStore:
 
     Attributes:
         counts: ``[B]`` tiles of each row.
+        version: changes whenever a page or a pool does.
     """
 
     def __init__(self, rows: int, heads: int, widths: tuple[int, int], device: torch.device) -> None:
@@ -66,6 +67,11 @@ class TileStore:
         self._device = device
         self._pools: dict[tuple[int, int], TilePool] = {}  # (tier id, width)
         self._device_pages: Tensor | None = None
+        self.version = 0
+
+    def _changed(self) -> None:
+        self._device_pages = None
+        self.version += 1
 
     @property
     def empty(self) -> bool:
@@ -79,7 +85,7 @@ class TileStore:
             spare = pool_capacity(last) - self._pages.shape[3]
             self._pages = np.pad(self._pages, ((0, 0), (0, 0), (0, 0), (0, spare)), constant_values=NO_PAGE)
         self.counts[row] = last
-        self._device_pages = None
+        self._changed()
 
     def write(self, side: int, row: int, tier_id: int, places: NDArray[np.int64], records: Tensor) -> None:
         """Store records of one tier.
@@ -98,7 +104,7 @@ class TileStore:
         slots = pool.take(len(places))
         pool.records[torch.tensor(slots, device=self._device)] = records
         self._pages[side, row, places[:, 0], places[:, 1]] = [make_page(tier_id, slot) for slot in slots]
-        self._device_pages = None
+        self._changed()
 
     def pages(self, side: int) -> Tensor:
         """``[B, H, T]`` int32 on the device, T the tiles of the longest row."""
@@ -134,7 +140,7 @@ class TileStore:
         self._release()
 
     def _release(self) -> None:
-        self._device_pages = None
+        self._changed()
         for (tier_id, width), pool in self._pools.items():
             sides = [side for side in (0, 1) if self._widths[side] == width]
             pages = torch.from_numpy(self._pages[sides])

@@ -16,6 +16,7 @@ from hf_subbyte_moe.ops import TILE_TOKENS
 
 
 Ints = NDArray[np.int64]
+_STEPS_AHEAD = 32
 
 
 class ExactWindow:
@@ -44,8 +45,8 @@ class ExactWindow:
         slots = self.slots(lengths)
         if (slots == slots[0]).all():
             slot = int(slots[0])
-            self.keys[:, :, slot] = key_states[:, :, 0]
-            self.values[:, :, slot] = value_states[:, :, 0]
+            self.keys.select(2, slot).copy_(key_states.select(2, 0))
+            self.values.select(2, slot).copy_(value_states.select(2, 0))
             return
         rows = torch.arange(len(slots), device=self.keys.device)
         columns = torch.from_numpy(slots).to(self.keys.device)
@@ -95,3 +96,29 @@ class ExactWindow:
     def tensors(self) -> list[Tensor]:
         """Everything that it holds."""
         return [self.keys, self.values]
+
+
+class MasksAhead:
+    """Masks of a window for the next decode steps, made together: many take no longer to upload than one."""
+
+    def __init__(self) -> None:
+        self._lengths: Ints = np.zeros(0, dtype=np.int64)
+        self._first_recent: Ints = self._lengths
+        self._masks: Tensor | None = None
+
+    def mask(self, window: ExactWindow, lengths: Ints, first_recent: Ints) -> Tensor:
+        """``[B, 1, slots]`` bool, what :meth:`ExactWindow.visible` says."""
+        made = self._masks
+        if made is not None and len(lengths) == len(self._lengths) and made.shape[-1] == window.keys.shape[2]:
+            step = int(lengths[0] - self._lengths[0])
+            if (
+                0 <= step < _STEPS_AHEAD
+                and (lengths - self._lengths == step).all()
+                and (first_recent == self._first_recent).all()
+            ):
+                return made[step]
+        self._lengths, self._first_recent = lengths.copy(), first_recent.copy()
+        ahead = (lengths + np.arange(_STEPS_AHEAD)[:, None]).ravel()
+        masks = window.visible(ahead, np.tile(first_recent, _STEPS_AHEAD))
+        self._masks = masks.unflatten(0, (_STEPS_AHEAD, -1))
+        return self._masks[0]

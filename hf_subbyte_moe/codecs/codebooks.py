@@ -32,10 +32,10 @@ def table_key(entries: int, vector_dim: int) -> str:
     return f"{vector_dim}d{entries}"
 
 
+@lru_cache(maxsize=64)
 def universal_table(fmt: TileFormat, device: torch.device) -> Tensor:
-    """``[1, 1, entries, vector_dim]`` fp16, a fresh copy on ``device``."""
-    table = _universal()[table_key(fmt.entries, fmt.vector_dim)]
-    return table.to(device=device, copy=True)[None, None]
+    """``[1, 1, entries, vector_dim]`` fp16 on ``device``: a constant that everybody shares; never write to it."""
+    return _universal()[table_key(fmt.entries, fmt.vector_dim)].to(device)[None, None]
 
 
 def lloyd(vectors: Tensor, table: Tensor, steps: int) -> Tensor:

@@ -167,8 +167,9 @@ class RowProbe:
             latent: the sides are a latent, which is value and part of the key, and the rest of the key.
         """
         result: AttentionResult = decode_attention(
-            query.unsqueeze(0), exact, tiles, form.scaling, form.softcap, form.sink_logits
+            query.unsqueeze(0), exact, tiles, form.scaling, form.softcap, form.sink_logits, backend="torch"
         )
+        assert result.entropy is not None
         self.query, self.query_index, self._form, self._latent = query.float(), query_index, form, latent
         self.output, self.lse = result.output[0], result.lse[0]
         self.entropy = result.entropy[0]

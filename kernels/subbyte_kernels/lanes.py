@@ -89,7 +89,8 @@ def unpack_tile_codes(words: Tensor, width: int, order: Order, head_dim: int) ->
         ``[M, 128, C]`` int32.
     """
     if not in_lanes(head_dim):
-        return unpack_codes(words, width).unflatten(-1, (_UNITS * UNIT_TOKENS, -1))
+        linear: Tensor = unpack_codes(words, width).unflatten(-1, (_UNITS * UNIT_TOKENS, -1))
+        return linear
     owned, tokens, parts = _owners(order)
     size = words.shape[-1] // (_UNITS * _LANES)
     vector = vector_words(size)

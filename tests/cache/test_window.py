@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_subbyte_moe.cache.window import ExactWindow
+from hf_subbyte_moe.cache.window import ExactWindow, MasksAhead
 
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5
@@ -167,3 +167,23 @@ def test_buffers_have_the_dtype_of_the_model_and_nothing_else_is_held(dtype: tor
     assert keys.shape == (2, 3, 4 + 10 + 128, 8)
     assert values.shape == (2, 3, 4 + 10 + 128, 16)
     assert keys.dtype == values.dtype == dtype
+
+
+def test_masks_made_ahead_are_those_of_each_step() -> None:
+    model, ahead = Model(2, sinks=4, window=1), MasksAhead()
+    model.prompt(0, 2)
+    model.prompt(1, 100)
+    first_recent = np.array([0, 0])
+    for step in range(150):
+        model.step()
+        if step == 40:  # a tile was packed
+            first_recent = np.array([0, 132])
+        if step == 70:  # tokens were taken back
+            model.lengths = [length - 3 for length in model.lengths]
+        if step == 90:  # of one row alone
+            model.lengths[1] -= 1
+        if step == 110:
+            model.window.widen(128, np.array(model.lengths), first_recent)
+        lengths = np.array(model.lengths)
+        expected = model.window.visible(lengths, first_recent)
+        assert torch.equal(ahead.mask(model.window, lengths, first_recent), expected)

@@ -1,4 +1,8 @@
-"""Attention over packed tiles, the exact window and the sinks in one call. ``reference.py`` defines it."""
+"""Attention over packed tiles, the exact window and the sinks in one call.
+
+``reference.py`` defines it, ``decode_attention.cu`` with ``cuda_kernel.py`` is the fast kernel, ``triton_kernel.py``
+the portable one; ``select.py`` takes the first that can do a call.
+"""
 
 from subbyte_kernels.decode_attention.reference import (
     AttentionResult,
@@ -6,6 +10,14 @@ from subbyte_kernels.decode_attention.reference import (
     ExactTokens,
     decode_attention_reference,
 )
+from subbyte_kernels.decode_attention.select import BACKENDS, decode_attention
 
 
-__all__ = ["AttentionResult", "AttentionTiles", "ExactTokens", "decode_attention_reference"]
+__all__ = [
+    "BACKENDS",
+    "AttentionResult",
+    "AttentionTiles",
+    "ExactTokens",
+    "decode_attention",
+    "decode_attention_reference",
+]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -29,7 +30,6 @@ except ImportError:
 
 _HEAD_DIMS = (64, 128)
 _MAX_GROUP = 16
-_MAX_POOLS = 8
 _MIN_CAPABILITY = (8, 0)
 _SOURCE = Path(__file__).with_name("decode_attention.cu")
 _TUNED = Path(__file__).with_name("configs.json")
@@ -62,10 +62,10 @@ class CudaConfig:
 
 def candidate_configs() -> list[CudaConfig]:
     """What tuning tries."""
-    return [CudaConfig(16, 1), CudaConfig(8, 2), CudaConfig(12, 1), CudaConfig(8, 1), CudaConfig(4, 4), CudaConfig(4, 2)]
+    return [CudaConfig(8, 1), CudaConfig(12, 1), CudaConfig(16, 1), CudaConfig(8, 2), CudaConfig(4, 2)]
 
 
-_DEFAULT = CudaConfig(16, 1)
+_DEFAULT = CudaConfig(8, 1)
 
 
 def _kind(fmt: TileFormat) -> str | None:
@@ -80,12 +80,10 @@ def _side_obstacle(side: PackedTiles, order: Order) -> str | None:
         if _kind(fmt) is None:
             return f"it has no path for tier {fmt.name!r}"
     for tier, table in side.tables.items():
-        if tier in side.formats and table.dtype != torch.float16:
+        if tier in side.pools and table.dtype != torch.float16:
             return f"the table of tier {side.formats[tier].name!r} is not fp16"
     if side.signs is None or side.order is not order:
         return "the tiles were packed for another kernel"
-    if len(side.pools) > _MAX_POOLS:
-        return f"it reads at most {_MAX_POOLS} tiers a side, not {len(side.pools)}"
     return None
 
 
@@ -119,11 +117,10 @@ def cuda_obstacle(
         return f"it takes fp16 and bf16, not {query.dtype}"
     if softcap is not None:
         return "it has no softcap"
-    if tiles is None:
-        return None
-    if len(tiles.keys) != 1 or tiles.values.mean is not None:
-        return "it takes one part of keys, and values without a mean"
-    return _side_obstacle(tiles.keys[0], Order.KEYS) or _side_obstacle(tiles.values, Order.VALUES)
+    plan = _plan(tiles)
+    if plan.obstacle is None and _fitting_config(plan, query, group, None) is None:
+        return "the tables of so many tiers do not fit into shared memory"
+    return plan.obstacle
 
 
 @dataclass(frozen=True)
@@ -131,6 +128,11 @@ class _Variant:
     """What a kernel is compiled for.
 
     Attributes:
+        device: CUDA device.
+        head_dim: D.
+        quads: groups of four queries.
+        bf16: the model's dtype is bf16, else fp16.
+        config: how a launch is cut.
         tiers: per side, for each pool its tier, kind and the index of its table (-1 without one).
         tables: entries and vector_dim of each table, the largest first.
     """
@@ -140,7 +142,7 @@ class _Variant:
     quads: int
     bf16: bool
     config: CudaConfig
-    tiers: tuple[tuple[tuple[int, str, int], ...], tuple[tuple[int, str, int], ...]]
+    tiers: tuple[tuple[tuple[int, str, int], ...], ...]
     tables: tuple[tuple[int, int], ...]
 
     @property
@@ -221,11 +223,11 @@ class _Kernel:
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(self._function, limit, self._shared))
 
-    def launch(self, blocks: int, params: bytes, stream: int) -> None:
-        """Launch on a stream; ``params`` are copied before the call returns."""
+    def launch(self, grid: tuple[int, int, int], params: bytes, stream: int) -> None:
+        """Launch a grid (splits, heads, rows) on a stream; ``params`` are copied before the call returns."""
         held = ctypes.create_string_buffer(params, len(params))
         pointer = ctypes.c_void_p(ctypes.addressof(held))
-        shape = (blocks, 1, 1, self._threads, 1, 1)
+        shape = (*grid, self._threads, 1, 1)
         _checked(driver.cuLaunchKernel(self._function, *shape, self._shared, stream, ctypes.addressof(pointer), 0))
 
 
@@ -237,8 +239,11 @@ def _kernel(variant: _Variant) -> _Kernel:
 
 
 @lru_cache(maxsize=8)
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _device_limits(device: int) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that a block can have."""
+    limit = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    shared = int(_checked(driver.cuDeviceGetAttribute(limit, device)))
+    return torch.cuda.get_device_properties(device).multi_processor_count, shared
 
 
 @lru_cache(maxsize=64)
@@ -267,9 +272,7 @@ def choose_config(device: int, heads: int, tiles: int) -> CudaConfig:
     rows = _tuned().get(torch.cuda.get_device_name(device))
     if not rows or not tiles:
         return _DEFAULT
-    nearest = min(
-        rows, key=lambda row: abs(math.log(row["heads"] / heads)) + abs(math.log(row["tiles"] / tiles))
-    )
+    nearest = min(rows, key=lambda row: abs(math.log(row["heads"] / heads)) + abs(math.log(row["tiles"] / tiles)))
     return CudaConfig(int(nearest["warps"]), int(nearest["blocks_per_sm"]))
 
 
@@ -290,46 +293,114 @@ def choose_splits(heads: int, tiles: int, config: CudaConfig, multiprocessors: i
     return min(range(1, max(1, min(units, _MAX_SPLITS)) + 1), key=cost)
 
 
-class _Arguments:
-    """Collects the tables and pools of both sides."""
+class _Plan:
+    """What the kernel wants to know about packed tiles. They stay the same between two flushes, so once is enough.
+
+    Attributes:
+        obstacle: why the kernel cannot read them, or None.
+        tiers: of the variant.
+        tables: entries and vector_dim of each table.
+        pointers: addresses of pages, mean and signs.
+        strides: of the pages.
+        ends: the end of the kernel's parameters: pools of both sides, tables and their strides.
+        count: tiles of the longest row.
+    """
 
     def __init__(self, tiles: AttentionTiles | None) -> None:
-        sides = () if tiles is None else (tiles.keys[0], tiles.values)
-        found: dict[tuple[int, int, int], Tensor] = {}
-        for side in sides:
+        self.obstacle: str | None = None
+        self.tiers: tuple[tuple[tuple[int, str, int], ...], ...] = ((), ())
+        self.tables: tuple[tuple[int, int], ...] = ()
+        self.pointers = [0] * 5
+        self.strides = [0, 0]
+        self.ends = [0] * 5
+        self.count = 0 if tiles is None else tiles.values.pages.shape[-1]
+        self._held: list[Tensor | None] = []  # what the addresses point into
+        if tiles is None or not self.count:
+            return
+        if len(tiles.keys) != 1 or tiles.values.mean is not None:
+            self.obstacle = "it takes one part of keys, and values without a mean"
+            return
+        keys, values = tiles.keys[0], tiles.values
+        self.obstacle = _side_obstacle(keys, Order.KEYS) or _side_obstacle(values, Order.VALUES)
+        if self.obstacle is None:
+            self._read(keys, values)
+
+    def _read(self, keys: PackedTiles, values: PackedTiles) -> None:
+        pages = [keys.pages, values.pages]
+        if pages[0].stride() != pages[1].stride() or pages[0].stride(-1) != 1:
+            pages = [side.contiguous() for side in pages]
+        mean = None if keys.mean is None else keys.mean.contiguous()
+        self._held = [*pages, mean, keys.signs, values.signs]
+        self.pointers = [0 if tensor is None else tensor.data_ptr() for tensor in self._held]
+        self.strides = list(pages[0].stride()[:2])
+        found: dict[tuple[int, int, int], tuple[int, int]] = {}
+        for side in (keys, values):
             for tier in side.pools:
                 if tier in side.tables:
-                    found[self._identity(side.tables[tier])] = side.tables[tier]
-        tables = sorted(found.items(), key=lambda item: -item[1].shape[2])
-        self.tables = [table for _, table in tables]
-        place = {identity: index for index, (identity, _) in enumerate(tables)}
-        self.pools = [list(side.pools.values()) for side in sides]
-        chosen = []
-        for side in sides:
-            row = []
-            for tier in side.pools:
-                kind = _kind(side.formats[tier])
-                assert kind is not None
-                table = place[self._identity(side.tables[tier])] if tier in side.tables else -1
-                row.append((tier, kind, table))
-            chosen.append(tuple(row))
-        self.tiers = (chosen[0], chosen[1]) if chosen else ((), ())
-
-    @staticmethod
-    def _identity(table: Tensor) -> tuple[int, int, int]:
-        return table.data_ptr(), table.stride(0) * (table.shape[0] > 1), table.stride(1) * (table.shape[1] > 1)
-
-    @property
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Entries and vector_dim of each table."""
-        return tuple((table.shape[2], table.shape[3]) for table in self.tables)
-
-    def pointers(self) -> list[int]:
-        """The end of the kernel's parameters: pools of both sides, tables, their strides; one zero in place of none."""
-        identities = [self._identity(table) for table in self.tables]
-        pools = [[pool.data_ptr() for pool in side] for side in self.pools] or [[], []]
+                    entries, vector_dim = side.tables[tier].shape[2:]
+                    found[_identity(side.tables[tier])] = (entries, vector_dim)
+        identities = sorted(found, key=lambda identity: -found[identity][0])
+        self.tables = tuple(found[identity] for identity in identities)
+        tiers = []
+        for side in (keys, values):
+            places = {
+                tier: identities.index(_identity(table)) for tier, table in side.tables.items() if tier in side.pools
+            }
+            kinds = ((tier, _kind(side.formats[tier]) or "", places.get(tier, -1)) for tier in side.pools)
+            tiers.append(tuple(kinds))
+        self.tiers = tuple(tiers)
+        pools = [[pool.data_ptr() for pool in side.pools.values()] for side in (keys, values)]
         fields = [*pools, *([identity[part] for identity in identities] for part in range(3))]
-        return [value for field in fields for value in field or [0]]
+        self.ends = [value for field in fields for value in field or [0]]
+        self._held += [tensor for side in (keys, values) for tensor in (*side.pools.values(), *side.tables.values())]
+
+
+def _identity(table: Tensor) -> tuple[int, int, int]:
+    """Address and strides of a row's and a head's table; zero where all share one."""
+    return table.data_ptr(), table.stride(0) * (table.shape[0] > 1), table.stride(1) * (table.shape[1] > 1)
+
+
+_NO_TILES = _Plan(None)
+_plans: WeakKeyDictionary[AttentionTiles, _Plan] = WeakKeyDictionary()
+
+
+def _plan(tiles: AttentionTiles | None) -> _Plan:
+    if tiles is None:
+        return _NO_TILES
+    plan = _plans.get(tiles)
+    if plan is None:
+        plan = _plans[tiles] = _Plan(tiles)
+    return plan
+
+
+def _variant(plan: _Plan, query: Tensor, group: int, config: CudaConfig) -> _Variant:
+    return _Variant(
+        device=query.device.index,
+        head_dim=query.shape[-1],
+        quads=_quads(group),
+        bf16=query.dtype == torch.bfloat16,
+        config=config,
+        tiers=plan.tiers,
+        tables=plan.tables,
+    )
+
+
+def _quads(group: int) -> int:
+    """Groups of four queries, a power of two."""
+    return 1 << (math.ceil(group / 4) - 1).bit_length()
+
+
+def _fitting_config(plan: _Plan, query: Tensor, group: int, config: CudaConfig | None) -> _Variant | None:
+    """The variant for the given or the tuned configuration, with fewer warps where the tables need the room."""
+    device = query.device.index
+    heads = query.shape[0] * query.shape[1] // group
+    config = config or choose_config(device, heads, plan.count)
+    limit = _device_limits(device)[1]
+    for fewer in (config, CudaConfig(8, 1), CudaConfig(4, 1)):
+        variant = _variant(plan, query, group, fewer)
+        if fewer.warps <= config.warps and variant.shared_bytes <= limit:
+            return variant
+    return None
 
 
 def decode_attention_cuda(
@@ -366,56 +437,43 @@ def decode_attention_cuda(
     batch, query_heads, _, dim = query.shape
     heads = exact.keys.shape[1]
     group, pairs = query_heads // heads, batch * heads
-    count = 0 if tiles is None else tiles.values.pages.shape[-1]
-    if count == 0:
-        tiles = None
-    device = query.device.index
-    config = config or choose_config(device, pairs, count)
-    splits = splits or choose_splits(pairs, count, config, _multiprocessors(device))
-    quads = 1 << max(0, math.ceil(group / 4) - 1).bit_length()
+    plan = _plan(tiles)
+    variant = _fitting_config(plan, query, group, config)
+    assert variant is not None
+    device = variant.device
+    splits = splits or choose_splits(pairs, plan.count, variant.config, _device_limits(device)[0])
 
     query = query if query.stride(-1) == 1 else query.contiguous()
-    keys, values = (states if states.stride(-1) == 1 else states.contiguous() for states in (exact.keys, exact.values))
-    if keys.stride() != values.stride():
+    keys, values = exact.keys, exact.values
+    if keys.stride(-1) != 1 or keys.stride() != values.stride():
         keys, values = keys.contiguous(), values.contiguous()
     visible = exact.visible if exact.visible.stride(-1) == 1 else exact.visible.contiguous()
+    sinks = None if sink_logits is None else sink_logits.float().contiguous()
     output = torch.empty(batch, query_heads, 1, dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(batch, query_heads, 1, dtype=torch.float32, device=query.device)
-    partial = torch.empty(pairs * splits * 4 * quads, dim + 2, dtype=torch.float32, device=query.device)
+    rows = pairs * splits * 4 * variant.quads
+    partial = torch.empty(rows * (dim + 2), dtype=torch.float32, device=query.device)
     stream = torch.cuda.current_stream(query.device).cuda_stream
-    sinks = None if sink_logits is None else sink_logits.float().contiguous()
-    key_pages = value_pages = mean = key_signs = value_signs = None
-    if tiles is not None:
-        key_side, value_side = tiles.keys[0], tiles.values
-        key_pages, value_pages = key_side.pages, value_side.pages
-        if key_pages.stride() != value_pages.stride() or key_pages.stride(-1) != 1:
-            key_pages, value_pages = key_pages.contiguous(), value_pages.contiguous()
-        mean = None if key_side.mean is None else key_side.mean.contiguous()
-        key_signs, value_signs = key_side.signs, value_side.signs
-    state = partial.flatten()[pairs * splits * 4 * quads * dim :]
-    arrived = _arrived(device, stream, 1 << pairs.bit_length())
-    pointers = [query, keys, values, visible, key_pages, value_pages, mean, key_signs, value_signs, sinks]
-    pointers += [output, lse, partial, state, arrived]
-    strides = [*query.stride()[:2], *keys.stride()[:3], visible.stride(0)]
-    strides += [0, 0] if key_pages is None else key_pages.stride()[:2]
-    arguments = _Arguments(tiles)
-    ends = arguments.pointers()
     params = struct.pack(
-        f"<{len(pointers) + len(strides)}Q5if{len(ends)}Q",
-        *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
-        *strides,
-        *(heads, group, keys.shape[2], count, splits),
+        f"<23Q5if{len(plan.ends)}Q",
+        query.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        visible.data_ptr(),
+        *plan.pointers,
+        0 if sinks is None else sinks.data_ptr(),
+        output.data_ptr(),
+        lse.data_ptr(),
+        partial.data_ptr(),
+        partial.data_ptr() + 4 * rows * dim,
+        _arrived(device, stream, 1 << pairs.bit_length()).data_ptr(),
+        *query.stride()[:2],
+        *keys.stride()[:3],
+        visible.stride(0),
+        *plan.strides,
+        *(heads, group, keys.shape[2], plan.count, splits),
         scaling,
-        *ends,
+        *plan.ends,
     )
-    variant = _Variant(
-        device=device,
-        head_dim=dim,
-        quads=quads,
-        bf16=query.dtype == torch.bfloat16,
-        config=config,
-        tiers=arguments.tiers,
-        tables=arguments.shapes,
-    )
-    _kernel(variant).launch(pairs * splits, params, stream)
+    _kernel(variant).launch((splits, heads, batch), params, stream)
     return AttentionResult(output, lse, None)

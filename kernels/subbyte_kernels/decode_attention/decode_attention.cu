@@ -602,34 +602,41 @@ DEVICE void packed_units(const Params &p, Warp &warp, Ahead &ahead, const int *k
 
 // ---------------------------------------------------------------------------------------------- exact tokens
 
-// 16 exact tokens, operands straight from the model's keys and values. What lies where nobody sees it may be NaN.
-DEVICE void exact_step(const Params &p, Warp &warp, const Queries &query, const u16 *keys, const u16 *values, const unsigned char *visible, int first) {
-    const int lane = warp.lane, g = warp.g, t = warp.t;
-    const int tokens[2] = {first + g, first + g + 8};
-    bool seen[2];
-    u32 k[2][D / 8];
+// 16 exact tokens: operands straight from the model's keys and values. What lies where nobody sees it may be NaN.
+struct ExactTokens {
+    bool seen[2], there[4];       // tokens g, g + 8 of the scores; tokens t, t + 4, t + 8, t + 12 of the values
+    u32 k[2][D / 8], v[4][D / 16];
+
+    DEVICE void load(const Params &p, const u16 *keys, const u16 *values, const unsigned char *visible, int first, int lane) {
+        const int g = lane >> 2, t = lane & 3;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        seen[half] = false;
-        if (tokens[half] < p.exact) {
-            seen[half] = visible[tokens[half]];
+        for (int half = 0; half < 2; ++half) {
+            const int token = first + g + 8 * half;
+            seen[half] = false;
+            if (token < p.exact) {
+                seen[half] = visible[token];
 #pragma unroll
-            for (int i = 0; i < D / 8; i += 4) load_words(k[half] + i, reinterpret_cast<const u32 *>(keys + tokens[half] * p.exact_token + t * (D / 4)) + i, 4);
-        }
-    }
-    u32 v[4][D / 16];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int token = first + t + 4 * i;
-        bool there = false;
-        if (token < p.exact) {
-            there = visible[token];
-#pragma unroll
-            for (int w = 0; w < D / 16; w += 4) load_words(v[i] + w, reinterpret_cast<const u32 *>(values + token * p.exact_token + g * (D / 8)) + w, 4);
+                for (int i = 0; i < D / 8; i += 4)
+                    load_words(k[half] + i, reinterpret_cast<const u32 *>(keys + token * p.exact_token + t * (D / 4)) + i, 4);
+            }
         }
 #pragma unroll
-        for (int w = 0; w < D / 16; ++w) v[i][w] = there ? v[i][w] : 0;
+        for (int i = 0; i < 4; ++i) {
+            const int token = first + t + 4 * i;
+            there[i] = false;
+            if (token < p.exact) {
+                there[i] = visible[token];
+#pragma unroll
+                for (int w = 0; w < D / 16; w += 4)
+                    load_words(v[i] + w, reinterpret_cast<const u32 *>(values + token * p.exact_token + g * (D / 8)) + w, 4);
+            }
+        }
     }
+};
+
+DEVICE void exact_step(const Params &p, Warp &warp, const Queries &query, const ExactTokens &tokens) {
+    const int lane = warp.lane;
+    const u32 (&k)[2][D / 8] = tokens.k;
     float scores[2][QUADS], highest[QUADS];
     const float factor = p.scaling * LOG2E;
 #pragma unroll
@@ -642,7 +649,7 @@ DEVICE void exact_step(const Params &p, Warp &warp, const Queries &query, const 
                 const u32 operand[4] = {k[half][4 * j], k[half][4 * j + 1], k[half][4 * j + 2], k[half][4 * j + 3]};
                 mma_model(c, operand, query[a][j][0], query[a][j][1]);
             }
-            scores[half][a] = seen[half] ? (c[0] + c[3]) * factor : -INFINITE;
+            scores[half][a] = tokens.seen[half] ? (c[0] + c[3]) * factor : -INFINITE;
         }
         highest[a] = fmaxf(scores[0][a], scores[1][a]);
     }
@@ -658,7 +665,9 @@ DEVICE void exact_step(const Params &p, Warp &warp, const Queries &query, const 
         for (int octet = 0; octet < 2; ++octet)
 #pragma unroll
             for (int i = 0; i < STEPS; ++i) {
-                const u32 operand[4] = {v[2 * octet][2 * i], v[2 * octet][2 * i + 1], v[2 * octet + 1][2 * i], v[2 * octet + 1][2 * i + 1]};
+                u32 operand[4];
+#pragma unroll
+                for (int e = 0; e < 4; ++e) operand[e] = tokens.there[2 * octet + e / 2] ? tokens.v[2 * octet + e / 2][2 * i + e % 2] : 0;
                 mma_model(warp.sum[a][i], operand, b[octet][0], b[octet][1]);
             }
     }
@@ -747,7 +756,7 @@ DEVICE void merge_warps(int first, int count, int query, int lane, float (&x)[D 
     top = weigh(lane < count ? states[lane * QUERIES] : make_float2(-INFINITE, 0.0f), weight, total);
 #pragma unroll
     for (int i = 0; i < OWN; ++i) x[i] = 0.0f;
-#pragma unroll 8
+#pragma unroll 4
     for (int w = 0; w < count; ++w) {
         const float factor = __shfl_sync(FULL, weight, w);
 #pragma unroll
@@ -755,68 +764,79 @@ DEVICE void merge_warps(int first, int count, int query, int lane, float (&x)[D 
     }
 }
 
-// The splits of a (row, KV head) -> output. Weights of the splits first, then every thread sums four channels of a query
-// over its share of the splits.
-DEVICE void merge_splits(const Params &p, int pair, int head, int row, int index, int lane) {
-    constexpr int COLUMNS = QUERIES * D / 4;
-    constexpr int SHARES = THREADS / COLUMNS > 1 ? THREADS / COLUMNS : 1;
-    constexpr int AHEAD = 8;
-    float *weights = reinterpret_cast<float *>(shared);  // [QUERIES][MAX_SPLITS]
-    float *totals = weights + QUERIES * MAX_SPLITS;
-    float4 *shares = reinterpret_cast<float4 *>(totals + QUERIES);
-    const float2 *states = p.partial_state + (u64)pair * p.splits * QUERIES;
-    const float4 *sums = reinterpret_cast<const float4 *>(p.partial + (u64)pair * p.splits * QUERIES * D);
-    const int share = threadIdx.x / COLUMNS;
-    const u64 at = (u64)row * p.heads * p.group + (u64)head * p.group;
-    __syncthreads();
+// The splits of a (row, KV head) -> output. Every thread sums four channels of a query over its share of the splits; the
+// first sums are on their way while the weights are computed.
+struct Sums {
+    static constexpr int COLUMNS = QUERIES * D / 4;
+    static constexpr int SHARES = THREADS / COLUMNS > 1 ? THREADS / COLUMNS : 1;
+    static constexpr int AHEAD = 16;
+    float4 part[AHEAD];
+
+    DEVICE void load(const float4 *from, int first, int splits) {
+        from += first * COLUMNS;
+#pragma unroll
+        for (int n = 0; n < AHEAD; ++n)
+            if (first + n * SHARES < splits) part[n] = __ldcg(from + n * SHARES * COLUMNS);
+    }
+    DEVICE void add(float4 &sum, const float *weights, int first, int splits) const {
+#pragma unroll
+        for (int n = 0; n < AHEAD; ++n) {
+            if (first + n * SHARES >= splits) break;
+            const float weight = weights[first + n * SHARES];
+            sum.x += weight * part[n].x;
+            sum.y += weight * part[n].y;
+            sum.z += weight * part[n].z;
+            sum.w += weight * part[n].w;
+        }
+    }
+};
+
+DEVICE void weigh_splits(const Params &p, const float2 *states, u64 at, int head, int index, int lane, float *weights, float *inverses) {
     for (int query = index; query < p.group; query += WARPS) {
         const float sink = p.sinks ? p.sinks[head * p.group + query] * LOG2E : -INFINITE;
         float top = sink, total = 0.0f;
-        float2 state[MAX_SPLITS / 32];
-#pragma unroll
-        for (int n = 0; n < MAX_SPLITS / 32; ++n) {
-            const int split = n * 32 + lane;
-            state[n] = split < p.splits ? __ldcg(states + split * QUERIES + query) : make_float2(-INFINITE, 0.0f);
-            top = fmaxf(top, state[n].x);
-        }
+        for (int split = lane; split < p.splits; split += 32) top = fmaxf(top, __ldcg(states + split * QUERIES + query).x);
 #pragma unroll
         for (int bit = 1; bit < 32; bit <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL, top, bit));
-#pragma unroll
-        for (int n = 0; n < MAX_SPLITS / 32; ++n) {
-            const float weight = state[n].x == -INFINITE ? 0.0f : exp2_fast(state[n].x - top);
-            weights[query * MAX_SPLITS + n * 32 + lane] = weight;
-            total += weight * state[n].y;
+        for (int split = lane; split < p.splits; split += 32) {
+            const float2 state = __ldcg(states + split * QUERIES + query);
+            const float weight = state.x == -INFINITE ? 0.0f : exp2_fast(state.x - top);
+            weights[query * MAX_SPLITS + split] = weight;
+            total += weight * state.y;
         }
 #pragma unroll
         for (int bit = 1; bit < 32; bit <<= 1) total += __shfl_xor_sync(FULL, total, bit);
         if (sink != -INFINITE) total += exp2_fast(sink - top);
         if (lane == 0) {
-            totals[query] = total > 0.0f ? __fdividef(1.0f, total) : 0.0f;
+            inverses[query] = total > 0.0f ? __fdividef(1.0f, total) : 0.0f;
             p.lse[at + query] = total > 0.0f ? (top + log2_fast(total)) * (1.0f / LOG2E) : -INFINITE;
         }
     }
-    __syncthreads();
-    for (int column = threadIdx.x % COLUMNS; column < COLUMNS; column += THREADS) {
+}
+
+DEVICE void merge_splits(const Params &p, int pair, int head, int row, int index, int lane) {
+    constexpr int COLUMNS = Sums::COLUMNS, SHARES = Sums::SHARES;
+    float *weights = reinterpret_cast<float *>(shared);  // [QUERIES][MAX_SPLITS]
+    float *inverses = weights + QUERIES * MAX_SPLITS;
+    float4 *shares = reinterpret_cast<float4 *>(inverses + QUERIES);
+    const float4 *sums = reinterpret_cast<const float4 *>(p.partial + (u64)pair * p.splits * QUERIES * D);
+    const int share = threadIdx.x / COLUMNS, first = threadIdx.x % COLUMNS;
+    const u64 at = ((u64)row * p.heads + head) * p.group;
+    Sums loaded;
+#pragma unroll 1
+    for (int column = first; column < COLUMNS; column += THREADS) {
         const int query = column / (D / 4);
+        const bool mine = query < p.group && share < SHARES;
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (query < p.group && share < SHARES)
-            for (int from = share; from < p.splits; from += AHEAD * SHARES) {
-                float4 part[AHEAD];
-#pragma unroll
-                for (int n = 0; n < AHEAD; ++n) {
-                    const int split = from + n * SHARES;
-                    part[n] = split < p.splits ? __ldcg(sums + (u64)split * COLUMNS + column) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                }
-#pragma unroll
-                for (int n = 0; n < AHEAD; ++n) {
-                    const int split = from + n * SHARES;
-                    const float weight = split < p.splits ? weights[query * MAX_SPLITS + split] : 0.0f;
-                    sum.x += weight * part[n].x;
-                    sum.y += weight * part[n].y;
-                    sum.z += weight * part[n].z;
-                    sum.w += weight * part[n].w;
-                }
+#pragma unroll 1
+        for (int from = 0; from < p.splits; from += Sums::AHEAD * SHARES) {
+            if (mine) loaded.load(sums + column, from + share, p.splits);
+            if (column == first && from == 0) {
+                weigh_splits(p, p.partial_state + (u64)pair * p.splits * QUERIES, at, head, index, lane, weights, inverses);
+                __syncthreads();
             }
+            if (mine) loaded.add(sum, weights + query * MAX_SPLITS, from + share, p.splits);
+        }
         if (SHARES > 1) {
             if (share < SHARES) shares[threadIdx.x] = sum;
             __syncthreads();
@@ -831,7 +851,7 @@ DEVICE void merge_splits(const Params &p, int pair, int head, int row, int index
                 }
         }
         if (query < p.group && share == 0) {
-            const float inverse = totals[query];
+            const float inverse = inverses[query];
             reinterpret_cast<float4 *>(p.output + at * D)[column] =
                 make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
         }
@@ -839,14 +859,14 @@ DEVICE void merge_splits(const Params &p, int pair, int head, int row, int index
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(const __grid_constant__ Params p) {
-    const int pair = blockIdx.x / p.splits, split = blockIdx.x % p.splits;
-    const int row = pair / p.heads, head = pair % p.heads;
-    const int index = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int split = blockIdx.x, head = blockIdx.y, row = blockIdx.z, pair = row * p.heads + head;
+    // the shuffle tells the compiler that all lanes of a warp agree
+    const int index = __shfl_sync(FULL, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
 
     // work of this block: steps of 16 exact tokens, then units of packed ones, dealt out to the warps in turn
-    const int exact_steps = (p.exact + 15) / 16, units = 2 * p.tiles;
-    const int first_step = exact_steps * split / p.splits, steps = exact_steps * (split + 1) / p.splits - first_step;
-    const int first_unit = (int)((long long)units * split / p.splits), end = (int)((long long)units * (split + 1) / p.splits);
+    const u32 exact_steps = (p.exact + 15) / 16, units = 2 * p.tiles, splits = p.splits;
+    const int first_step = exact_steps * split / splits, steps = exact_steps * (split + 1) / splits - first_step;
+    const int first_unit = units * split / splits, end = units * (split + 1) / splits;
     const int exact_rows = min(steps, WARPS);
     const int unit = first_unit + (index + WARPS - steps % WARPS) % WARPS;
     const int *key_pages = p.key_pages + row * p.page_row + head * p.page_head;
@@ -856,24 +876,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
     warp.g = lane >> 2;
     warp.t = lane & 3;
     warp.clear();
+    // everything that has to come from memory is asked for first
     Ahead ahead;
-    if (p.tiles) fill_tables(p, row, head);
-    // the exact tokens need neither tables nor rotated queries: they go first, while the other warps prepare both
+    if (p.tiles) ahead.start(p, key_pages, value_pages, unit, end, lane);
+    const u16 *keys = p.exact_key + row * p.exact_row + head * p.exact_head;
+    const u16 *values = p.exact_value + row * p.exact_row + head * p.exact_head;
+    const unsigned char *visible = p.visible + row * p.visible_row;
+    ExactTokens tokens;
+    Queries query;
     if (index < exact_rows) {
-        const u16 *keys = p.exact_key + row * p.exact_row + head * p.exact_head;
-        const u16 *values = p.exact_value + row * p.exact_row + head * p.exact_head;
-        const unsigned char *visible = p.visible + row * p.visible_row;
-        Queries query;
+        tokens.load(p, keys, values, visible, 16 * (first_step + index), lane);
         load_queries(query, p.query + row * p.query_row + (u64)head * p.group * p.query_head, p.query_head, p.group, warp.g, warp.t);
+    }
+    if (p.tiles) fill_tables(p, row, head);
+    // exact tokens need neither tables nor rotated queries, so they go first, while the other warps prepare the queries
+    if (index < exact_rows) {
         warp.largest = 1.0f;
-        for (int step = index; step < steps; step += WARPS) exact_step(p, warp, query, keys, values, visible, 16 * (first_step + step));
+        for (int step = index; step < steps; step += WARPS) {
+            if (step >= WARPS) tokens.load(p, keys, values, visible, 16 * (first_step + step), lane);
+            exact_step(p, warp, query, tokens);
+        }
         warp.store(WARPS + index);
         warp.clear();
     }
     if (p.tiles) {
-        const int idle = exact_rows < WARPS ? exact_rows : 0;  // the first warps are busy
+        const int idle = exact_rows < WARPS ? exact_rows : 0;
         if (index >= idle) place_queries(p, row, head, index - idle, WARPS - idle, lane);
-        ahead.start(p, key_pages, value_pages, unit, end, lane);
         __syncthreads();
         packed_units(p, warp, ahead, key_pages, value_pages, unit, end);
     }
@@ -895,20 +923,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
 #pragma unroll
         for (int i = 0; i < OWN; ++i)
             x[i] = (p.tiles ? x[i] * p.value_signs[lane * OWN + i] * INV_SQRT_D * packed_weight : 0.0f) + y[i] * exact_weight;
-        const u64 at = (u64)(pair * p.splits + split) * QUERIES + query;
+        const u64 at = ((u64)pair * splits + split) * QUERIES + query;
 #pragma unroll
         for (int i = 0; i < OWN; ++i) p.partial[at * D + lane * OWN + i] = x[i];
         if (lane == 0) p.partial_state[at] = make_float2(both, total);
     }
     __syncthreads();
-    if (p.splits > 1) {
+    if (splits > 1) {
         u32 *flag = reinterpret_cast<u32 *>(shared + FLAG_AT);
         if (threadIdx.x == 0) {
             __threadfence();  // the barrier puts the block's partial sums before it
             *flag = atomicAdd(p.arrived + pair, 1u);
         }
         __syncthreads();
-        if (*flag != p.splits - 1) return;
+        if (*flag != splits - 1) return;
         __threadfence();
         if (threadIdx.x == 0) p.arrived[pair] = 0;
     }

@@ -43,9 +43,9 @@ class ExactTokens:
     visible: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionTiles:
-    """The packed tiles that a query attends to.
+    """The packed tiles that a query attends to; two are equal if they are the same object.
 
     Attributes:
         keys: parts of the keys, side by side; their widths add up to the query's.
