@@ -331,3 +331,14 @@ def test_a_static_cache_is_left_to_transformers() -> None:
 def test_attention_weights_are_refused() -> None:
     with pytest.raises(ValueError, match="does not return attention weights"):
         generate(tiny_model("llama"), prompt(8), output_attentions=True, **ours(EXACT))
+
+
+def test_a_backend_that_cannot_compute_is_refused_and_nothing_is_stored() -> None:
+    model = tiny_model("mixtral")
+    hf_subbyte_moe.apply(model, {"kv_cache": {"default": False}})
+    cache = EntropySubbyteCache(model.config, window=8, sinks=2, backend="cuda")
+    with torch.no_grad():
+        model(prompt(300), **{CACHE_KW: cache})
+        with pytest.raises(ValueError, match="the cuda kernel cannot compute this attention: the tensors lie on cpu"):
+            model(prompt(1), **{CACHE_KW: cache})
+    assert cache.get_seq_length() == 300

@@ -1,0 +1,117 @@
+"""Milliseconds a token of ``generate`` with the packed cache and with Transformers' own, at one long context.
+
+A model of Mixtral-8x7B's shape with few layers and random weights: what a layer costs does not depend on what it has
+learned, and a few layers fit any GPU.
+
+Example: python eval/generate_speed.py --json eval/results/generate_speed.json
+"""
+
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+import hf_subbyte_moe
+from hf_subbyte_moe.cache import CACHE_NAME
+
+
+_WARM_UP = 4
+
+
+class _Clock(BaseStreamer):  # type: ignore[misc]
+    """Notes when each token comes out."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """A token, or the prompt, is there."""
+        if value.is_cuda:
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing more comes."""
+
+
+def mixtral_shaped(layers: int, device: torch.device) -> PreTrainedModel:
+    """Mixtral-8x7B's layer shapes, random bf16 weights."""
+    config = MixtralConfig(num_hidden_layers=layers, max_position_embeddings=1 << 18, sliding_window=None)
+    with device:
+        torch.manual_seed(0)
+        return MixtralForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def step_times(model: PreTrainedModel, ids: torch.Tensor, tokens: int, options: dict[str, Any]) -> list[float]:
+    """Milliseconds of each decoded token but the first."""
+    clock = _Clock()
+    model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, streamer=clock, **options)
+    return [1e3 * (after - before) for before, after in zip(clock.times[1:], clock.times[2:], strict=False)][_WARM_UP:]
+
+
+def main(
+    context: Annotated[list[int] | None, typer.Option(min=256, help="Tokens of the prompt; repeat.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 4,
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens to decode.")] = 160,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each cache, in turn.")] = 2,
+    commit: Annotated[str, typer.Option(envvar="BENCH_COMMIT", help="What was measured.")] = "",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here.")] = None,
+) -> None:
+    """Time decoding with DynamicCache and with packed caches."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every length of a growing cache
+    device = torch.device("cuda")
+    model = mixtral_shaped(layers, device)
+    caches: dict[str, dict[str, Any]] = {
+        "dynamic": {"cache_implementation": "dynamic"},
+        "uniform:vq2": {"cache_implementation": CACHE_NAME, "cache_config": {"policy": "uniform:vq2"}},
+        "error, 2.5 bits": {"cache_implementation": CACHE_NAME},
+    }
+    rows = []
+    for length in context or [8192, 32768, 131072]:
+        ids = torch.randint(5, 30000, (1, length), generator=torch.Generator().manual_seed(1)).to(device)
+        times: dict[str, list[float]] = {name: [] for name in caches}
+        for _ in range(rounds):
+            for name, options in caches.items():
+                with torch.no_grad():
+                    times[name] += step_times(model, ids, tokens, options)
+                torch.cuda.empty_cache()
+        plain = statistics.mean(times["dynamic"])
+        for name, values in times.items():
+            rows.append(
+                {
+                    "cache": name,
+                    "context": length,
+                    "ms_mean": statistics.mean(values),
+                    "ms_median": statistics.median(values),
+                    "speedup": plain / statistics.mean(values),
+                }
+            )
+    table = Table("cache", "context", "ms a token, mean", "median", "times dynamic")
+    for row in rows:
+        mean, median, speedup = (f"{row[key]:.2f}" for key in ("ms_mean", "ms_median", "speedup"))
+        table.add_row(str(row["cache"]), str(row["context"]), mean, median, speedup)
+    Console().print(table)
+    if json_file is not None:
+        conditions = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "package": hf_subbyte_moe.__version__,
+            "model": f"{layers} layers of Mixtral-8x7B's shape, random bf16 weights, batch 1",
+            "tokens": tokens,
+            "commit": commit,
+        }
+        json_file.write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
