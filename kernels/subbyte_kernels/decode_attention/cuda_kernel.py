@@ -475,5 +475,10 @@ def decode_attention_cuda(
         scaling,
         *plan.ends,
     )
-    _kernel(variant).launch((splits, heads, batch), params, stream)
+    kernel, grid = _kernel(variant), (splits, heads, batch)
+    if torch.cuda.current_device() == device:
+        kernel.launch(grid, params, stream)
+    else:
+        with torch.cuda.device(device):
+            kernel.launch(grid, params, stream)
     return AttentionResult(output, lse, None)
