@@ -21,11 +21,13 @@ block of m words lies in word j // k from bit width * (j % k) on, k = 32 // widt
 virtual word of spare bits, from the same bit on: r bits in the top of each of the words that this bit and its
 successors fall into.
 
-Rounding: fp16 models with fp16 tables multiply in fp16 with fp32 sums. A query row is divided by a power of two and a
-block's weights (with the values' scales, of any magnitude) by their row's largest, so neither overflows or vanishes.
-fp32 models and fp32 tables multiply in fp32 without TF32. Exact tokens are multiplied in the model's dtype.
+Rounding: queries, weights and decoded tiles of fp16 and bf16 models are multiplied in fp16 with fp32 sums; those of
+fp32 models, or with an fp32 table, in fp32 without TF32. A query row, and a row of a block's weights times the values'
+scales (which may be of any size), are first divided by the power of two below their largest, so that fp16 neither
+overflows nor loses what matters. Exact tokens are multiplied in the model's dtype.
 
-Entries are looked up in memory, where the L1 cache keeps them; Triton's gather aborts the compiler for some shapes.
+Gives up: entries are looked up in memory, where the L1 cache keeps them (Triton's gather aborts the compiler for some
+shapes), and every code loads its own word, so tiles cost more instructions than they need.
 """
 
 from __future__ import annotations
@@ -313,6 +315,7 @@ def _tiles_part(
     "tile_count",
     "tiles_per_part",
     "tile_parts",
+    "units",
 )
 def _decode_attention_kernel(
     query,
