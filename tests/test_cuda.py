@@ -88,8 +88,10 @@ def test_a01_kernels_decode_like_the_reference_across_flushes_and_row_operations
                 token = steps[: len(seen), step : step + 1]
                 logits.append(model(token, attention_mask=seen, **{CACHE_KW: cache}).logits[:, -1])
         runs.append(logits)
-    for expected, found in zip(*runs, strict=True):
-        assert (found - expected).float().norm() <= 0.04 * expected.float().norm()
+    errors = [(found - expected).float().norm() / expected.float().norm() for expected, found in zip(*runs, strict=True)]
+    # a rounding can send a token to another expert; rows or tiles that were mixed up would be wrong at every step
+    assert torch.stack(errors).median() <= 0.02
+    assert max(errors) <= 0.3
 
 
 def test_prompt_lookup_equals_plain_decoding_and_a_saved_cache_moves_to_the_gpu(tmp_path: Path) -> None:
