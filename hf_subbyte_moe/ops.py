@@ -1,7 +1,7 @@
 """The seam to the kernels: the only importer of ``subbyte_kernels``.
 
-Each function checks its shapes once and calls the implementation: for decode attention the fastest kernel that can do
-the call, for the rest the plain PyTorch reference. A caller does not know.
+Each function checks its shapes once and calls the implementation: the fastest kernel that can do the call, or the
+plain PyTorch reference. A caller does not know.
 """
 
 import torch
@@ -21,7 +21,8 @@ from subbyte_kernels.formats import (
     page_tiers,
 )
 from subbyte_kernels.lanes import Order
-from subbyte_kernels.pack_tiles import pack_tiles_reference, unpack_tiles_reference
+from subbyte_kernels.pack_tiles import pack_tiles as selected_packing
+from subbyte_kernels.pack_tiles import unpack_tiles_reference
 from subbyte_kernels.pack_tiles.reference import nearest_entries, normalize_tokens, split_outliers
 
 
@@ -56,7 +57,13 @@ def _check(condition: bool, message: str) -> None:
 
 
 def pack_tiles(
-    states: Tensor, fmt: TileFormat, table: Tensor | None, rotation: Tensor, mean: Tensor | None, order: Order
+    states: Tensor,
+    fmt: TileFormat,
+    table: Tensor | None,
+    rotation: Tensor,
+    mean: Tensor | None,
+    order: Order,
+    signs: Tensor | None,
 ) -> Tensor:
     """Quantize whole tiles and pack their codes.
 
@@ -67,6 +74,7 @@ def pack_tiles(
         rotation: ``[D, D]`` fp32 orthonormal.
         mean: ``[M, D]`` fp32 to remove first, or None.
         order: which lanes own the codes.
+        signs: ``[D]`` fp32 of a rotation that is Hadamard blocks behind signs; None for any other, which is slower.
 
     Returns:
         ``[M, record_words]`` int32; layout in ``subbyte_kernels/formats.py``.
@@ -81,7 +89,8 @@ def pack_tiles(
     dim = states.shape[-1]
     _check(rotation.shape == (dim, dim), f"rotation {list(rotation.shape)} does not fit head_dim {dim}")
     _check((table is None) == (fmt.entries == 0), f"tier {fmt.name!r} has {fmt.entries} table entries")
-    return pack_tiles_reference(states, fmt, None if table is None else table.float(), rotation, mean, order)
+    table = None if table is None else table.float()
+    return selected_packing(states, fmt, table, rotation, mean, order, signs)
 
 
 def unpack_tiles(

@@ -88,7 +88,9 @@ def test_a01_kernels_decode_like_the_reference_across_flushes_and_row_operations
                 token = steps[: len(seen), step : step + 1]
                 logits.append(model(token, attention_mask=seen, **{CACHE_KW: cache}).logits[:, -1])
         runs.append(logits)
-    errors = [(found - expected).float().norm() / expected.float().norm() for expected, found in zip(*runs, strict=True)]
+    errors = [
+        (found - expected).float().norm() / expected.float().norm() for expected, found in zip(*runs, strict=True)
+    ]
     # a rounding can send a token to another expert; rows or tiles that were mixed up would be wrong at every step
     assert torch.stack(errors).median() <= 0.02
     assert max(errors) <= 0.3

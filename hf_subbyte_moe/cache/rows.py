@@ -71,7 +71,7 @@ class RowCodecs:
             table = self.tables(side, row)[codec.tier_id][0].float()
             tables[codec.tier_id] = table[:, :, 0] if codec.table is Table.CENTROIDS else table[0]
         mean = self.mean[row] if side == KEYS else None
-        return SideCodec(self.rotations[side], mean, tables, self.orders[side])
+        return SideCodec(self.rotations[side], mean, tables, self.orders[side], self.signs[side])
 
     def fit(self, row: int, key: Tensor, value: Tensor, freeze: bool) -> None:
         """Fit a row's mean and tables to tokens ``[H, N, D]``, unless they are frozen."""

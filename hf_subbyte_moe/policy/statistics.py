@@ -73,12 +73,14 @@ class SideCodec:
         mean: ``[H, D]`` fp32, or None for values.
         tables: tier id -> ``[entries, vector_dim]`` or, for centroids, ``[H, entries]``, fp32.
         order: which lanes own the codes.
+        signs: ``[D]`` fp32, the signs in the rotation.
     """
 
     rotation: Tensor
     mean: Tensor | None
     tables: dict[int, Tensor]
     order: Order
+    signs: Tensor
 
     def pack(self, tiles: Tensor, heads: Tensor, codec: Codec) -> Tensor:
         """``[m, 128, D]`` tiles of the given ``[m]`` heads -> ``[m, record_words]`` records."""
@@ -86,7 +88,7 @@ class SideCodec:
         if codec.table is Table.CENTROIDS and table is not None:
             table = table[heads]
         mean = None if self.mean is None else self.mean[heads]
-        return pack_tiles(tiles, codec.format, table, self.rotation, mean, self.order)
+        return pack_tiles(tiles, codec.format, table, self.rotation, mean, self.order, self.signs)
 
     def unpack(self, records: Tensor, heads: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
         """Inverse of :meth:`pack`: ``[m, 128, D]`` in ``dtype``."""

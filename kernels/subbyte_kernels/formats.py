@@ -122,6 +122,24 @@ class PackedTiles:
         return self.rotation.shape[-1]
 
 
+# (encoding, bits of a code, values of a code) -> what the CUDA kernels call it
+_KERNEL_KINDS = {
+    (Encoding.VECTOR, 7, 4): "VQ175",
+    (Encoding.VECTOR, 8, 4): "VQ2",
+    (Encoding.VECTOR, 6, 2): "VQ3",
+    (Encoding.VECTOR, 8, 2): "VQ4",
+    (Encoding.FLOAT6, 6, 1): "FP6",
+    (Encoding.FLOAT8, 8, 1): "FP8",
+}
+
+
+def kernel_kind(fmt: TileFormat) -> str | None:
+    """The CUDA kernels' name for a layout, None if they have no path for it."""
+    if not (fmt.rotated and fmt.centred) or fmt.token_outliers:
+        return None
+    return _KERNEL_KINDS.get((fmt.encoding, fmt.code_bits, fmt.vector_dim))
+
+
 def make_page(tier_id: int, slot: int) -> int:
     """The page of a slot; raises ValueError past 2**24 slots a pool."""
     if not 0 <= slot < 1 << _SLOT_BITS:

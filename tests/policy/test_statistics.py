@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_subbyte_moe.codecs import Codec, Table, get_codec
 from hf_subbyte_moe.codecs.codebooks import universal_table
+from hf_subbyte_moe.codecs.rotation import rotation_signs
 from hf_subbyte_moe.ops import TILE_TOKENS, AttentionTiles, ExactTokens
 from hf_subbyte_moe.policy import (
     CANDIDATES,
@@ -90,7 +91,11 @@ def make_row(tokens: int, group: int, hidden: int | None = None, candidates: tup
     query = 2 * gaussian(HEADS * group, len(index), DIM, seed=4)
     weight = None if hidden is None else gaussian(hidden, HEADS * group * DIM, seed=5)
     known = tables(candidates)
-    sides = (SideCodec(rotation(DIM), mean, known, Order.KEYS), SideCodec(rotation(DIM), None, known, Order.VALUES))
+    turn, signs = rotation(DIM), rotation_signs(DIM, CPU)
+    sides = (
+        SideCodec(turn, mean, known, Order.KEYS, signs),
+        SideCodec(turn, None, known, Order.VALUES, signs),
+    )
     return Row(query, index, exact, slice(FIRST, FIRST + tokens), weight, sides)
 
 

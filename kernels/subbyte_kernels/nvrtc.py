@@ -1,0 +1,114 @@
+"""CUDA C++ without a compiler on the machine: NVRTC compiles a kernel for what a call needs, the driver launches it.
+
+Both come with a CUDA build of PyTorch; ``cuda-bindings`` makes them callable.
+"""
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+try:
+    from cuda.bindings import driver, nvrtc
+except ImportError:
+    driver = nvrtc = None
+
+NOT_INSTALLED = "cuda-bindings is not installed (pip install hf-subbyte-moe[cuda])"
+
+
+def available() -> bool:
+    """Whether kernels can be compiled here."""
+    return driver is not None
+
+
+def checked(result: tuple[Any, ...]) -> Any:
+    """The values of a driver or NVRTC call.
+
+    Raises:
+        RuntimeError: the call failed.
+    """
+    code, *values = result
+    if int(code):
+        raise RuntimeError(f"CUDA call failed: {code.name}")
+    return values[0] if len(values) == 1 else values
+
+
+def compile_source(source: str, name: str, architecture: str) -> bytes:
+    """Machine code of a kernel's text.
+
+    Args:
+        source: CUDA C++.
+        name: what the compiler calls it in messages.
+        architecture: for example "sm_90".
+
+    Raises:
+        RuntimeError: it does not compile; with the compiler's log.
+    """
+    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []))
+    try:
+        options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17", b"-default-device", b"-lineinfo"]
+        (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if int(code):
+            log = bytes(checked(nvrtc.nvrtcGetProgramLogSize(program)))
+            checked(nvrtc.nvrtcGetProgramLog(program, log))
+            raise RuntimeError(f"{name} does not compile:\n{log.decode(errors='replace')}")
+        binary = bytes(checked(nvrtc.nvrtcGetCUBINSize(program)))
+        checked(nvrtc.nvrtcGetCUBIN(program, binary))
+        return binary
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+@lru_cache(maxsize=8)
+def capability(device: int) -> tuple[int, int]:
+    """Compute capability of a device."""
+    return torch.cuda.get_device_capability(device)
+
+
+@lru_cache(maxsize=8)
+def device_limits(device: int) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that a block can have."""
+    limit = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    shared = int(checked(driver.cuDeviceGetAttribute(limit, device)))
+    return torch.cuda.get_device_properties(device).multi_processor_count, shared
+
+
+class Kernel:
+    """A compiled kernel on one device, ready to launch."""
+
+    def __init__(
+        self, source: Path, function: str, defined: dict[str, object], device: int, threads: int, shared: int
+    ) -> None:
+        """Compile it.
+
+        Args:
+            source: its text.
+            function: its name.
+            defined: what is defined in front of the text.
+            device: CUDA device.
+            threads: threads of a block.
+            shared: bytes of dynamic shared memory of a block.
+        """
+        text = "".join(f"#define {name} {value}\n" for name, value in defined.items()) + source.read_text()
+        self._device, self._threads, self._shared = device, threads, shared
+        with torch.cuda.device(device):
+            torch.cuda.current_blas_handle()  # the driver's context of this device exists and is current from here on
+            binary = compile_source(text, source.name, "sm_{}{}".format(*capability(device)))
+            self._module = checked(driver.cuModuleLoadData(binary))
+            self._function = checked(driver.cuModuleGetFunction(self._module, function.encode()))
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            checked(driver.cuFuncSetAttribute(self._function, limit, shared))
+
+    def launch(self, grid: tuple[int, int, int], params: bytes, stream: int) -> None:
+        """Launch on a stream of the kernel's device; ``params`` are copied before the call returns."""
+        held = ctypes.create_string_buffer(params, len(params))
+        pointer = ctypes.c_void_p(ctypes.addressof(held))
+        shape = (*grid, self._threads, 1, 1, self._shared)
+        if torch.cuda.current_device() == self._device:
+            checked(driver.cuLaunchKernel(self._function, *shape, stream, ctypes.addressof(pointer), 0))
+            return
+        with torch.cuda.device(self._device):
+            checked(driver.cuLaunchKernel(self._function, *shape, stream, ctypes.addressof(pointer), 0))
