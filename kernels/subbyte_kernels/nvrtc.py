@@ -4,6 +4,7 @@ Both come with a CUDA build of PyTorch; ``cuda-bindings`` makes them callable.
 """
 
 import ctypes
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ class Kernel:
     """A compiled kernel on one device, ready to launch."""
 
     def __init__(
-        self, source: Path, function: str, defined: dict[str, object], device: int, threads: int, shared: int
+        self, source: Path, function: str, defined: Mapping[str, object], device: int, threads: int, shared: int
     ) -> None:
         """Compile it.
 
