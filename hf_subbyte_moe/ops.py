@@ -154,25 +154,26 @@ def decode_attention(
     Raises:
         ValueError: shapes that do not belong together, or the named backend cannot do this call.
     """
+    # written out, because a decode step should not spend its time on messages that nobody sees
     batch, heads, tokens, dim = exact.keys.shape
-    _check(
-        query.ndim == 4 and query.shape[0] == batch and query.shape[1] % heads == 0 and query.shape[3] == dim,
-        f"query {list(query.shape)} does not fit keys {list(exact.keys.shape)}",
-    )
-    _check(
-        exact.visible.shape[0] == batch
-        and exact.visible.shape[1] in (1, query.shape[2])
-        and exact.visible.shape[2] == tokens,
-        f"mask {list(exact.visible.shape)} does not fit query {list(query.shape)} and {tokens} exact tokens",
-    )
+    rows, query_heads, queries, query_dim = query.shape if query.ndim == 4 else (-1, 1, 1, 1)
+    if rows != batch or query_heads % heads or query_dim != dim:
+        raise ValueError(f"query {list(query.shape)} does not fit keys {list(exact.keys.shape)}")
+    mask_rows, mask_queries, mask_tokens = exact.visible.shape
+    if mask_rows != batch or mask_queries not in (1, queries) or mask_tokens != tokens:
+        raise ValueError(
+            f"mask {list(exact.visible.shape)} does not fit query {list(query.shape)} and {tokens} exact tokens"
+        )
     if tiles is not None:
-        _check(sum(part.head_dim for part in tiles.keys) == dim, f"packed keys are not {dim} wide")
+        width = 0
         for part in tiles.keys:
-            _check(part.pages.shape == tiles.values.pages.shape, "packed keys and values hold different tiles")
-    _check(
-        sink_logits is None or sink_logits.shape == query.shape[1:2],
-        f"there must be one sink for each of {query.shape[1]} heads",
-    )
+            width += part.head_dim
+            if part is not tiles.values and part.pages.shape != tiles.values.pages.shape:
+                raise ValueError("packed keys and values hold different tiles")
+        if width != dim:
+            raise ValueError(f"packed keys are not {dim} wide")
+    if sink_logits is not None and sink_logits.shape != query.shape[1:2]:
+        raise ValueError(f"there must be one sink for each of {query_heads} heads")
     return selected_attention(query, exact, tiles, scaling, softcap, sink_logits, backend)
 
 

@@ -2,7 +2,10 @@
 
 A kernel is made once for each combination of head dimension, group, dtype and tiers, in about a second; it needs no
 compiler on the machine, only the two libraries that come with a CUDA build of PyTorch. Launching allocates the output
-and the partial results and reads nothing back, so a call can be captured in a CUDA graph.
+and reads nothing back, so a call can be captured in a CUDA graph.
+
+Between two flushes every decode step is the same call with other tensors, so what the checks of the first one found
+stays with the tiles: ``repeat_attention_cuda`` only fills in addresses.
 """
 
 import ctypes
@@ -10,7 +13,7 @@ import json
 import math
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,6 +37,7 @@ _MIN_CAPABILITY = (8, 0)
 _SOURCE = Path(__file__).with_name("decode_attention.cu")
 _TUNED = Path(__file__).with_name("configs.json")
 _MAX_SPLITS = 128
+_MAX_LAUNCHES = 64  # layouts that are remembered with the same tiles
 _ENTRY_BYTES = 128  # what the copies of one table entry take in shared memory
 
 # (encoding, bits of a code, values of a code) -> the kernel's name for it
@@ -62,7 +66,7 @@ class CudaConfig:
 
 def candidate_configs() -> list[CudaConfig]:
     """What tuning tries."""
-    return [CudaConfig(8, 1), CudaConfig(12, 1), CudaConfig(16, 1), CudaConfig(8, 2), CudaConfig(4, 2)]
+    return [CudaConfig(8, 1), CudaConfig(12, 1), CudaConfig(16, 1)]
 
 
 _DEFAULT = CudaConfig(8, 1)
@@ -104,7 +108,7 @@ def cuda_obstacle(
         return f"the tensors lie on {query.device}, not on a CUDA device"
     if driver is None:
         return "cuda-bindings is not installed (pip install hf-subbyte-moe[cuda])"
-    if torch.cuda.get_device_capability(query.device) < _MIN_CAPABILITY:
+    if _capability(query.get_device()) < _MIN_CAPABILITY:
         return "the GPU is older than compute capability 8.0"
     if query.shape[2] != 1:
         return f"it takes one query token, not {query.shape[2]}"
@@ -215,7 +219,7 @@ class _Kernel:
     """A compiled variant, ready to launch."""
 
     def __init__(self, variant: _Variant) -> None:
-        major, minor = torch.cuda.get_device_capability(variant.device)
+        major, minor = _capability(variant.device)
         self._module = _checked(driver.cuModuleLoadData(compile_source(variant.source(), f"sm_{major}{minor}")))
         self._function = _checked(driver.cuModuleGetFunction(self._module, b"decode_attention"))
         self._shared = variant.shared_bytes
@@ -225,8 +229,7 @@ class _Kernel:
 
     def launch(self, grid: tuple[int, int, int], params: bytes, stream: int) -> None:
         """Launch a grid (splits, heads, rows) on a stream; ``params`` are copied before the call returns."""
-        held = ctypes.create_string_buffer(params, len(params))
-        pointer = ctypes.c_void_p(ctypes.addressof(held))
+        pointer = ctypes.c_char_p(params)
         shape = (*grid, self._threads, 1, 1)
         _checked(driver.cuLaunchKernel(self._function, *shape, self._shared, stream, ctypes.addressof(pointer), 0))
 
@@ -238,6 +241,16 @@ def _kernel(variant: _Variant) -> _Kernel:
         return _Kernel(variant)
 
 
+@cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _current_stream(device: int) -> int:
+    """What ``torch.cuda.current_stream(device).cuda_stream`` is, without an object for it."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
 @lru_cache(maxsize=8)
 def _device_limits(device: int) -> tuple[int, int]:
     """Multiprocessors, and bytes of shared memory that a block can have."""
@@ -246,11 +259,21 @@ def _device_limits(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_properties(device).multi_processor_count, shared
 
 
-@lru_cache(maxsize=64)
+# Calls on one stream follow each other, so they can share memory. It is never freed: CUDA graphs go on writing there.
+
+
+@cache
 def _arrived(device: int, stream: int, size: int) -> Tensor:
     """Counters of finished blocks: zero between calls, because the last block puts them back."""
-    del stream  # calls on one stream follow each other, so they can share them
+    del stream
     return torch.zeros(size, dtype=torch.int32, device=f"cuda:{device}")
+
+
+@cache
+def _partial(device: int, stream: int, size: int) -> Tensor:
+    """Room for what the splits of a row hand to the last of them."""
+    del stream
+    return torch.empty(size, dtype=torch.float32, device=f"cuda:{device}")
 
 
 @lru_cache(maxsize=1)
@@ -304,9 +327,11 @@ class _Plan:
         strides: of the pages.
         ends: the end of the kernel's parameters: pools of both sides, tables and their strides.
         count: tiles of the longest row.
+        launches: layout of a call that was checked -> how to repeat it.
     """
 
     def __init__(self, tiles: AttentionTiles | None) -> None:
+        self.launches: dict[_Layout, _Launch] = {}
         self.obstacle: str | None = None
         self.tiers: tuple[tuple[tuple[int, str, int], ...], ...] = ((), ())
         self.tables: tuple[tuple[int, int], ...] = ()
@@ -431,54 +456,132 @@ def decode_attention_cuda(
     Raises:
         ValueError: the kernel cannot compute this call; says why.
     """
+    made = repeat_attention_cuda(query, exact, tiles, scaling, softcap, sink_logits, splits, config)
+    if made is not None:
+        return made
     obstacle = cuda_obstacle(query, exact, tiles, softcap, sink_logits)
     if obstacle is not None:
         raise ValueError(f"the cuda kernel cannot compute this attention: {obstacle}")
-    batch, query_heads, _, dim = query.shape
-    heads = exact.keys.shape[1]
-    group, pairs = query_heads // heads, batch * heads
     plan = _plan(tiles)
-    variant = _fitting_config(plan, query, group, config)
-    assert variant is not None
-    device = variant.device
-    splits = splits or choose_splits(pairs, plan.count, variant.config, _device_limits(device)[0])
+    query, exact = _unit_strides(query, exact)
+    launch = _Launch(plan, query, exact, scaling, splits, config)
+    if len(plan.launches) >= _MAX_LAUNCHES:
+        plan.launches.clear()
+    plan.launches[_layout(query, exact, scaling, splits, config)] = launch
+    return launch(query, exact, sink_logits)
 
+
+def repeat_attention_cuda(
+    query: Tensor,
+    exact: ExactTokens,
+    tiles: AttentionTiles | None,
+    scaling: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    splits: int | None = None,
+    config: CudaConfig | None = None,
+) -> AttentionResult | None:
+    """The same as :func:`decode_attention_cuda` without any check, or None where it has not made this call before.
+
+    The same call has the same tiles, the same layout of all tensors and the same numbers.
+    """
+    plan = _NO_TILES if tiles is None else _plans.get(tiles)
+    if plan is None or not plan.launches or softcap is not None:
+        return None
+    launch = plan.launches.get(_layout(query, exact, scaling, splits, config))
+    return None if launch is None else launch(query, exact, sink_logits)
+
+
+_Layout = tuple[Any, ...]
+
+
+def _layout(
+    query: Tensor, exact: ExactTokens, scaling: float, splits: int | None, config: CudaConfig | None
+) -> _Layout:
+    """All that the checks and the parameters of a call depend on, next to its tiles and addresses."""
+    keys, values, visible = exact.keys, exact.values, exact.visible
+    devices_and_dtypes = (query.get_device(), query.dtype, keys.dtype)
+    shapes = (query.shape, keys.shape, values.shape)
+    strides = (query.stride(), keys.stride(), values.stride(), visible.stride())
+    return devices_and_dtypes, shapes, strides, scaling, splits, config
+
+
+def _unit_strides(query: Tensor, exact: ExactTokens) -> tuple[Tensor, ExactTokens]:
+    """The same tensors as the kernel can read them; copies where they lie otherwise."""
     query = query if query.stride(-1) == 1 else query.contiguous()
     keys, values = exact.keys, exact.values
     if keys.stride(-1) != 1 or keys.stride() != values.stride():
         keys, values = keys.contiguous(), values.contiguous()
     visible = exact.visible if exact.visible.stride(-1) == 1 else exact.visible.contiguous()
-    sinks = None if sink_logits is None else sink_logits.float().contiguous()
-    output = torch.empty(batch, query_heads, 1, dim, dtype=torch.float32, device=query.device)
-    lse = torch.empty(batch, query_heads, 1, dtype=torch.float32, device=query.device)
-    rows = pairs * splits * 4 * variant.quads
-    partial = torch.empty(rows * (dim + 2), dtype=torch.float32, device=query.device)
-    stream = torch.cuda.current_stream(query.device).cuda_stream
-    params = struct.pack(
-        f"<23Q5if{len(plan.ends)}Q",
-        query.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
-        visible.data_ptr(),
-        *plan.pointers,
-        0 if sinks is None else sinks.data_ptr(),
-        output.data_ptr(),
-        lse.data_ptr(),
-        partial.data_ptr(),
-        partial.data_ptr() + 4 * rows * dim,
-        _arrived(device, stream, 1 << pairs.bit_length()).data_ptr(),
-        *query.stride()[:2],
-        *keys.stride()[:3],
-        visible.stride(0),
-        *plan.strides,
-        *(heads, group, keys.shape[2], plan.count, splits),
-        scaling,
-        *plan.ends,
-    )
-    kernel, grid = _kernel(variant), (splits, heads, batch)
-    if torch.cuda.current_device() == device:
-        kernel.launch(grid, params, stream)
-    else:
-        with torch.cuda.device(device):
-            kernel.launch(grid, params, stream)
-    return AttentionResult(output, lse, None)
+    return query, ExactTokens(keys, values, visible)
+
+
+class _Launch:
+    """A call that passed the checks, for any tensors of its layout."""
+
+    def __init__(
+        self,
+        plan: _Plan,
+        query: Tensor,
+        exact: ExactTokens,
+        scaling: float,
+        splits: int | None,
+        config: CudaConfig | None,
+    ) -> None:
+        batch, query_heads, _, dim = query.shape
+        heads = exact.keys.shape[1]
+        group, pairs = query_heads // heads, batch * heads
+        variant = _fitting_config(plan, query, group, config)
+        assert variant is not None  # an obstacle otherwise
+        self._device = variant.device
+        splits = splits or choose_splits(pairs, plan.count, variant.config, _device_limits(self._device)[0])
+        self._kernel, self._grid = _kernel(variant), (splits, heads, batch)
+        self._output_shape = (batch, query_heads, 1, dim)
+        self._pairs, self._rows, self._dim = pairs, pairs * splits * 4 * variant.quads, dim
+        self._tiles = struct.pack("<5Q", *plan.pointers)
+        self._end = struct.pack(
+            f"<8Q5if{len(plan.ends)}Q",
+            *query.stride()[:2],
+            *exact.keys.stride()[:3],
+            exact.visible.stride(0),
+            *plan.strides,
+            *(heads, group, exact.keys.shape[2], plan.count, splits),
+            scaling,
+            *plan.ends,
+        )
+        self._params = struct.Struct(f"<4Q{len(self._tiles)}s3Q24s{len(self._end)}s")
+        self._shared: dict[int, bytes] = {}  # stream -> addresses of what its calls share
+
+    def _shared_by(self, stream: int) -> bytes:
+        size = self._rows * (self._dim + 2)
+        partial = _partial(self._device, stream, 1 << size.bit_length()).data_ptr()
+        arrived = _arrived(self._device, stream, 1 << self._pairs.bit_length()).data_ptr()
+        return struct.pack("<3Q", partial, partial + 4 * self._rows * self._dim, arrived)
+
+    def __call__(self, query: Tensor, exact: ExactTokens, sink_logits: Tensor | None) -> AttentionResult:
+        device = query.device
+        sinks = None if sink_logits is None else sink_logits.float().contiguous()
+        output = torch.empty(self._output_shape, dtype=torch.float32, device=device)
+        lse = torch.empty(self._output_shape[:3], dtype=torch.float32, device=device)
+        stream = _current_stream(self._device)
+        shared = self._shared.get(stream)
+        if shared is None:
+            shared = self._shared[stream] = self._shared_by(stream)
+        params = self._params.pack(
+            query.data_ptr(),
+            exact.keys.data_ptr(),
+            exact.values.data_ptr(),
+            exact.visible.data_ptr(),
+            self._tiles,
+            0 if sinks is None else sinks.data_ptr(),
+            output.data_ptr(),
+            lse.data_ptr(),
+            shared,
+            self._end,
+        )
+        if torch.cuda.current_device() == self._device:
+            self._kernel.launch(self._grid, params, stream)
+        else:
+            with torch.cuda.device(self._device):
+                self._kernel.launch(self._grid, params, stream)
+        return AttentionResult(output, lse, None)

@@ -1,7 +1,8 @@
 """Which implementation computes a call: the CUDA kernel, the Triton kernel, or the PyTorch reference.
 
 ``auto`` takes the first of them that can do the call, on CUDA devices; elsewhere the reference. A named one raises
-where it cannot. Each path that a process takes is logged once.
+where it cannot. Each path that a process takes is logged once. A call that the CUDA kernel made before is made again
+without asking.
 """
 
 import logging
@@ -9,7 +10,11 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from subbyte_kernels.decode_attention.cuda_kernel import cuda_obstacle, decode_attention_cuda
+from subbyte_kernels.decode_attention.cuda_kernel import (
+    cuda_obstacle,
+    decode_attention_cuda,
+    repeat_attention_cuda,
+)
 from subbyte_kernels.decode_attention.reference import (
     AttentionResult,
     AttentionTiles,
@@ -61,6 +66,10 @@ def decode_attention(
     """
     if backend not in BACKENDS:
         raise ValueError(f"unknown attention backend {backend!r}; there are {list(BACKENDS)}")
+    if backend in ("auto", "cuda"):
+        made = repeat_attention_cuda(query, exact, tiles, scaling, softcap, sink_logits)
+        if made is not None:
+            return made
     reasons = []
     for name, (obstacle, kernel) in _KERNELS.items():
         if backend not in (name, "auto") or (backend == "auto" and not query.is_cuda):

@@ -1,0 +1,190 @@
+"""What the CUDA kernel's launcher remembers between calls, with a kernel that only writes down what it was given."""
+
+import gc
+import struct
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from subbyte_kernels.decode_attention import AttentionTiles, ExactTokens, cuda_kernel, decode_attention
+from subbyte_kernels.decode_attention.cuda_kernel import CudaConfig, decode_attention_cuda, repeat_attention_cuda
+from subbyte_kernels.formats import TILE_TOKENS
+from subbyte_kernels.lanes import Order
+from support.packing import gaussian, packed_side
+
+
+DIM, HEADS, GROUP, EXACT = 64, 2, 2, 5
+HEAD = "<23Q5if"
+STREAM = 77
+
+
+class Launches:
+    """A kernel that writes down how it was launched, and the variants that were asked for."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[tuple[int, int, int], bytes, int]] = []
+        self.variants: list[Any] = []
+        self.stream = STREAM
+        self.checks = 0
+
+    def launch(self, grid: tuple[int, int, int], params: bytes, stream: int) -> None:
+        self.made.append((grid, params, stream))
+
+    def fields(self, call: int = -1) -> tuple[Any, ...]:
+        return struct.unpack_from(HEAD, self.made[call][1])
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """A machine that seems to have a CUDA device, whose tensors lie on the CPU."""
+    seen = Launches()
+
+    def kernel(variant: Any) -> Launches:
+        seen.variants.append(variant)
+        return seen
+
+    def unchecked(*arguments: object) -> None:
+        seen.checks += 1
+
+    def scratch(device: int, stream: int, size: int) -> Tensor:
+        return held.setdefault((stream, size), torch.zeros(size))
+
+    held: dict[tuple[int, int], Tensor] = {}
+    monkeypatch.setattr(cuda_kernel, "_kernel", kernel)
+    monkeypatch.setattr(cuda_kernel, "cuda_obstacle", unchecked)
+    monkeypatch.setattr(cuda_kernel, "_current_stream", lambda device: seen.stream)
+    monkeypatch.setattr(cuda_kernel, "_device_limits", lambda device: (132, 1 << 18))
+    monkeypatch.setattr(cuda_kernel, "choose_config", lambda *size: CudaConfig(8, 1))
+    monkeypatch.setattr(cuda_kernel, "_partial", scratch)
+    monkeypatch.setattr(cuda_kernel, "_arrived", scratch)
+    monkeypatch.setattr(cuda_kernel, "_NO_TILES", cuda_kernel._Plan(None))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU tensor's device
+    return seen
+
+
+def tiles(seed: int = 1) -> AttentionTiles:
+    states = gaussian(1, HEADS, 1, TILE_TOKENS, DIM, seed=seed)
+    mean = torch.zeros(1, HEADS, DIM)
+    tiers = [[["vq3"]] * HEADS]
+    keys = packed_side(states, tiers, mean, order=Order.KEYS)[0]
+    return AttentionTiles((keys,), packed_side(states, tiers, None, order=Order.VALUES)[0])
+
+
+def step(seed: int = 2, rows: int = 1, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ExactTokens]:
+    """A query and exact tokens of their own."""
+    keys, values = (gaussian(rows, HEADS, EXACT, DIM, seed=seed + side).to(dtype) for side in (0, 1))
+    visible = torch.ones(rows, 1, EXACT, dtype=torch.bool)
+    return gaussian(rows, HEADS * GROUP, 1, DIM, seed=seed + 2).to(dtype), ExactTokens(keys, values, visible)
+
+
+def test_the_first_call_writes_every_parameter(launches: Launches) -> None:
+    packed, (query, exact) = tiles(), step()
+    sinks = torch.zeros(HEADS * GROUP)
+    result = decode_attention_cuda(query, exact, packed, 0.125, sink_logits=sinks, splits=3)
+    grid, params, stream = launches.made[0]
+    plan = cuda_kernel._plan(packed)
+    assert (grid, stream) == ((3, HEADS, 1), STREAM)
+    assert launches.checks == 1
+    fields = launches.fields()
+    inputs = [query, exact.keys, exact.values, exact.visible, packed.keys[0].pages, packed.values.pages]
+    assert fields[:6] == tuple(tensor.data_ptr() for tensor in inputs)
+    assert fields[6:12] == (*plan.pointers[2:], sinks.data_ptr(), result.output.data_ptr(), result.lse.data_ptr())
+    partials = HEADS * 3 * 4  # heads, splits, queries
+    assert fields[13] - fields[12] == 4 * partials * DIM
+    assert fields[15:20] == (*query.stride()[:2], *exact.keys.stride()[:3])
+    assert fields[20:23] == (exact.visible.stride(0), *packed.keys[0].pages.stride()[:2])
+    assert fields[23:] == (HEADS, GROUP, EXACT, 1, 3, 0.125)
+    assert params[struct.calcsize(HEAD) :] == struct.pack(f"<{len(plan.ends)}Q", *plan.ends)
+    assert result.output.shape == (1, HEADS * GROUP, 1, DIM)
+    assert result.lse.shape == (1, HEADS * GROUP, 1)
+
+
+def test_the_next_call_takes_new_addresses_and_no_checks(launches: Launches) -> None:
+    packed = tiles()
+    decode_attention(*step(), packed, 0.125, backend="auto")  # a CPU's choice: not remembered
+    assert not launches.made
+    earlier = step()  # held, so that the next tensors lie elsewhere
+    first = decode_attention_cuda(*earlier, packed, 0.125)
+    query, exact = step(seed=9)
+    second = decode_attention(query, exact, packed, 0.125, backend="cuda")
+    assert launches.checks == 1
+    assert len(launches.variants) == 1
+    before, after = launches.fields(0), launches.fields(1)
+    changed = [place for place in range(len(before)) if before[place] != after[place]]
+    assert changed == [0, 1, 2, 3, 10, 11]
+    assert after[:4] == tuple(tensor.data_ptr() for tensor in (query, exact.keys, exact.values, exact.visible))
+    assert after[10:12] == (second.output.data_ptr(), second.lse.data_ptr())
+    assert first.output.data_ptr() != second.output.data_ptr()
+    assert launches.made[0][0] == launches.made[1][0]
+
+
+@pytest.mark.parametrize(
+    "change", ["tiles", "scaling", "splits", "config", "rows", "dtype", "strides", "mask", "softcap", "values"]
+)
+def test_another_call_is_checked_again(launches: Launches, change: str) -> None:
+    packed, (query, exact) = tiles() if change != "rows" else None, step()
+    decode_attention_cuda(query, exact, packed, 0.125)
+    given: dict[str, Any] = {"query": query, "exact": exact, "tiles": packed, "scaling": 0.125}
+    if change == "rows":
+        given["query"], given["exact"] = step(rows=2)
+    elif change == "dtype":
+        given["query"], given["exact"] = step(dtype=torch.float16)
+    elif change == "strides":
+        wide = torch.zeros(1, HEADS, EXACT, 2 * DIM, dtype=query.dtype)[..., :DIM]
+        given["exact"] = replace(exact, keys=wide, values=wide)
+    elif change == "values":
+        given["exact"] = replace(exact, values=torch.zeros(1, HEADS, EXACT, 2 * DIM, dtype=query.dtype))
+    elif change == "mask":
+        given["exact"] = replace(exact, visible=torch.ones(1, 1, 2 * EXACT, dtype=torch.bool)[..., :EXACT])
+    else:
+        other = {"tiles": tiles(seed=5), "scaling": 0.5, "splits": 2, "config": CudaConfig(4, 1), "softcap": 30.0}
+        given[change] = other[change]
+    assert repeat_attention_cuda(**given) is None
+    decode_attention_cuda(**given)
+    assert launches.checks == 2
+    assert repeat_attention_cuda(query, exact, packed, 0.125) is not None  # the first one is not forgotten
+
+
+def test_tensors_that_are_copied_for_the_kernel_are_copied_every_time(launches: Launches) -> None:
+    packed, (query, exact) = tiles(), step()
+    spread = query.repeat_interleave(2, dim=-1)[..., ::2]
+    for _ in range(2):
+        decode_attention_cuda(spread, exact, packed, 0.125)
+        assert launches.fields()[0] != spread.data_ptr()
+        assert repeat_attention_cuda(spread, exact, packed, 0.125) is None
+    assert launches.checks == 2
+
+
+def test_streams_share_nothing_and_calls_of_one_stream_share_room(launches: Launches) -> None:
+    packed = tiles()
+    decode_attention_cuda(*step(), packed, 0.125)
+    decode_attention_cuda(*step(seed=9), packed, 0.125)
+    launches.stream = STREAM + 1
+    decode_attention_cuda(*step(), packed, 0.125)
+    rooms = [launches.fields(call)[12:15] for call in range(3)]
+    assert rooms[0] == rooms[1]
+    assert not set(rooms[0]) & set(rooms[2])
+    assert [stream for _, _, stream in launches.made] == [STREAM, STREAM, STREAM + 1]
+
+
+def test_sinks_come_and_go(launches: Launches) -> None:
+    packed = tiles()
+    decode_attention_cuda(*step(), packed, 0.125)
+    sinks = torch.zeros(HEADS * GROUP)
+    assert repeat_attention_cuda(*step(), packed, 0.125, sink_logits=sinks) is not None
+    assert [launches.fields(call)[9] for call in range(2)] == [0, sinks.data_ptr()]
+
+
+def test_what_is_remembered_is_bounded_and_goes_with_the_tiles(launches: Launches) -> None:
+    gc.collect()
+    packed = tiles()
+    for splits in range(1, cuda_kernel._MAX_LAUNCHES + 3):
+        decode_attention_cuda(*step(), packed, 0.125, splits=splits)
+    assert len(cuda_kernel._plan(packed).launches) == 2
+    known = len(cuda_kernel._plans)
+    del packed
+    gc.collect()
+    assert len(cuda_kernel._plans) == known - 1
