@@ -260,13 +260,18 @@ class PackedRows:
         for side, states in ((KEYS, key), (VALUES, value)):
             blocks = states.unflatten(1, (-1, TILE_TOKENS))  # [H, n, 128, D]
             row_codec = self.codecs.side(side, row)
-            for tier_id in np.unique(tiers[:, :, side]).tolist():
-                places = np.argwhere(np.equal(tiers[:, :, side].T, tier_id))  # head, tile
-                for start in range(0, len(places), _PACK_TILES):
-                    part = places[start : start + _PACK_TILES]
-                    heads, tiles = torch.from_numpy(part).to(key.device).unbind(1)
+            chosen = tiers[:, :, side].T  # [H, n]
+            order = np.argsort(chosen, axis=None, kind="stable")
+            places = np.stack(np.unravel_index(order, chosen.shape), axis=1)  # head, tile, by tier
+            uploaded = torch.from_numpy(places).to(key.device)
+            tier_ids, starts = np.unique(chosen.ravel()[order], return_index=True)
+            ends = [*starts[1:].tolist(), len(places)]
+            for tier_id, start, end in zip(tier_ids.tolist(), starts.tolist(), ends, strict=True):
+                for low in range(start, end, _PACK_TILES):
+                    part = slice(low, min(low + _PACK_TILES, end))
+                    heads, tiles = uploaded[part].unbind(1)
                     records = row_codec.pack(blocks[heads, tiles], heads, codec_of(tier_id))
-                    self.store.write(side, row, tier_id, part + np.array([0, first]), records)
+                    self.store.write(side, row, tier_id, places[part] + np.array([0, first]), records)
 
     # ------------------------------------------------------------------ reading
 

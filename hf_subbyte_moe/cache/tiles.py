@@ -102,7 +102,10 @@ class TileStore:
             self._pools[key] = TilePool(records.shape[1], self._device)
         pool = self._pools[key]
         slots = pool.take(len(places))
-        pool.records[torch.tensor(slots, device=self._device)] = records
+        if slots[-1] - slots[0] == len(slots) - 1:  # ascending, so these are neighbours: nothing to upload
+            pool.records[slots[0] : slots[-1] + 1] = records
+        else:
+            pool.records[torch.tensor(slots, device=self._device)] = records
         self._pages[side, row, places[:, 0], places[:, 1]] = [make_page(tier_id, slot) for slot in slots]
         self._changed()
 

@@ -37,9 +37,6 @@ class ExactWindow:
         """Slots of token indices."""
         return np.where(index < self.sinks, index, self.sinks + (index - self.sinks) % self.ring)
 
-    def _slot_tensor(self, index: Ints) -> Tensor:
-        return torch.from_numpy(self.slots(index)).to(self.keys.device)
-
     def append(self, lengths: Ints, key_states: Tensor, value_states: Tensor) -> None:
         """Append one token to every row: ``[B, H, 1, D]``; ``lengths`` are the rows' lengths before."""
         slots = self.slots(lengths)
@@ -55,14 +52,19 @@ class ExactWindow:
 
     def write(self, row: int, first: int, key_states: Tensor, value_states: Tensor) -> None:
         """Store neighbouring tokens ``[H, n, D]`` of one row, the first of them at index ``first``; n <= ring."""
-        slots = self._slot_tensor(np.arange(first, first + key_states.shape[1]))
+        index = np.arange(first, first + key_states.shape[1])
+        slots = torch.from_numpy(self.slots(index)).to(self.keys.device)
         self.keys[row].index_copy_(1, slots, key_states)
         self.values[row].index_copy_(1, slots, value_states)
 
     def read(self, row: int, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Copies of the tokens ``first`` to ``last - 1`` of one row, ``[H, n, D]``."""
-        slots = self._slot_tensor(np.arange(first, last))
-        return self.keys[row].index_select(1, slots), self.values[row].index_select(1, slots)
+        slots = self.slots(np.arange(first, last))
+        if len(slots) and slots[-1] - slots[0] == len(slots) - 1:  # neighbours: nothing to upload
+            part = slice(int(slots[0]), int(slots[-1]) + 1)
+            return self.keys[row, :, part].clone(), self.values[row, :, part].clone()
+        index = torch.from_numpy(slots).to(self.keys.device)
+        return self.keys[row].index_select(1, index), self.values[row].index_select(1, index)
 
     def visible(self, lengths: Ints, first_recent: Ints) -> Tensor:
         """``[B, 1, slots]`` bool: which slots hold a token, given the rows' lengths and the ring's oldest tokens."""
