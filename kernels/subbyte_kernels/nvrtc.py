@@ -105,8 +105,7 @@ class Kernel:
 
     def launch(self, grid: tuple[int, int, int], params: bytes, stream: int) -> None:
         """Launch on a stream of the kernel's device; ``params`` are copied before the call returns."""
-        held = ctypes.create_string_buffer(params, len(params))
-        pointer = ctypes.c_void_p(ctypes.addressof(held))
+        pointer = ctypes.c_char_p(params)
         shape = (*grid, self._threads, 1, 1, self._shared)
         if torch.cuda.current_device() == self._device:
             checked(driver.cuLaunchKernel(self._function, *shape, stream, ctypes.addressof(pointer), 0))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from subbyte_kernels import nvrtc
 from subbyte_kernels.decode_attention import AttentionTiles, ExactTokens, cuda_kernel, decode_attention
 from subbyte_kernels.decode_attention.cuda_kernel import CudaConfig, decode_attention_cuda, repeat_attention_cuda
 from subbyte_kernels.formats import TILE_TOKENS
@@ -56,12 +57,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(cuda_kernel, "_kernel", kernel)
     monkeypatch.setattr(cuda_kernel, "cuda_obstacle", unchecked)
     monkeypatch.setattr(cuda_kernel, "_current_stream", lambda device: seen.stream)
-    monkeypatch.setattr(cuda_kernel, "_device_limits", lambda device: (132, 1 << 18))
+    monkeypatch.setattr(nvrtc, "device_limits", lambda device: (132, 1 << 18))
     monkeypatch.setattr(cuda_kernel, "choose_config", lambda *size: CudaConfig(8, 1))
     monkeypatch.setattr(cuda_kernel, "_partial", scratch)
     monkeypatch.setattr(cuda_kernel, "_arrived", scratch)
     monkeypatch.setattr(cuda_kernel, "_NO_TILES", cuda_kernel._Plan(None))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU tensor's device
     return seen
 
 

@@ -8,7 +8,6 @@ Between two flushes every decode step is the same call with other tensors, so wh
 stays with the tiles: ``repeat_attention_cuda`` only fills in addresses.
 """
 
-import ctypes
 import json
 import math
 import struct
@@ -21,15 +20,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from subbyte_kernels import nvrtc
 from subbyte_kernels.decode_attention.reference import AttentionResult, AttentionTiles, ExactTokens
-from subbyte_kernels.formats import Encoding, PackedTiles, TileFormat
+from subbyte_kernels.formats import PackedTiles, kernel_kind
 from subbyte_kernels.lanes import Order
 
-
-try:
-    from cuda.bindings import driver, nvrtc
-except ImportError:
-    driver = nvrtc = None
 
 _HEAD_DIMS = (64, 128)
 _MAX_GROUP = 16
@@ -39,16 +34,6 @@ _TUNED = Path(__file__).with_name("configs.json")
 _MAX_SPLITS = 128
 _MAX_LAUNCHES = 64  # layouts that are remembered with the same tiles
 _ENTRY_BYTES = 128  # what the copies of one table entry take in shared memory
-
-# (encoding, bits of a code, values of a code) -> the kernel's name for it
-_KINDS = {
-    (Encoding.VECTOR, 7, 4): "VQ175",
-    (Encoding.VECTOR, 8, 4): "VQ2",
-    (Encoding.VECTOR, 6, 2): "VQ3",
-    (Encoding.VECTOR, 8, 2): "VQ4",
-    (Encoding.FLOAT6, 6, 1): "FP6",
-    (Encoding.FLOAT8, 8, 1): "FP8",
-}
 
 
 @dataclass(frozen=True)
@@ -72,16 +57,9 @@ def candidate_configs() -> list[CudaConfig]:
 _DEFAULT = CudaConfig(8, 1)
 
 
-def _kind(fmt: TileFormat) -> str | None:
-    """The kernel's name for a layout, None if it has none."""
-    if not (fmt.rotated and fmt.centred) or fmt.token_outliers:
-        return None
-    return _KINDS.get((fmt.encoding, fmt.code_bits, fmt.vector_dim))
-
-
 def _side_obstacle(side: PackedTiles, order: Order) -> str | None:
     for fmt in side.formats.values():
-        if _kind(fmt) is None:
+        if kernel_kind(fmt) is None:
             return f"it has no path for tier {fmt.name!r}"
     for tier, table in side.tables.items():
         if tier in side.pools and table.dtype != torch.float16:
@@ -106,9 +84,9 @@ def cuda_obstacle(
     del sink_logits
     if not query.is_cuda:
         return f"the tensors lie on {query.device}, not on a CUDA device"
-    if driver is None:
-        return "cuda-bindings is not installed (pip install hf-subbyte-moe[cuda])"
-    if _capability(query.get_device()) < _MIN_CAPABILITY:
+    if not nvrtc.available():
+        return nvrtc.NOT_INSTALLED
+    if nvrtc.capability(query.get_device()) < _MIN_CAPABILITY:
         return "the GPU is older than compute capability 8.0"
     if query.shape[2] != 1:
         return f"it takes one query token, not {query.shape[2]}"
@@ -157,14 +135,13 @@ class _Variant:
         sums = 2 * warps * queries * (self.head_dim * 4 + 8)
         return sums + queries * (self.head_dim * 2 + 8) + 16 + (tables[0] if tables else 16) + sum(tables)
 
-    def source(self) -> str:
-        """The kernel's text behind the definitions that it wants."""
+    def defined(self) -> dict[str, object]:
+        """What the kernel's text wants to know."""
         sides = [
             " ".join(f"TIER({index}, {tier}, {kind}, {table})" for index, (tier, kind, table) in enumerate(side))
             for side in self.tiers
         ]
-        tables = " ".join(f"TABLE({index}, {size}, {dim})" for index, (size, dim) in enumerate(self.tables))
-        defined = {
+        return {
             "HEAD_DIM": self.head_dim,
             "QUADS": self.quads,
             "WARPS": self.config.warps,
@@ -173,90 +150,19 @@ class _Variant:
             "SHARED_BYTES": self.shared_bytes,
             "KEY_TIERS": sides[0],
             "VALUE_TIERS": sides[1],
-            "TABLES": tables,
+            "TABLES": " ".join(f"TABLE({index}, {size}, {dim})" for index, (size, dim) in enumerate(self.tables)),
         }
-        return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + _SOURCE.read_text()
-
-
-def _checked(result: tuple[Any, ...]) -> Any:
-    """The values of a driver or NVRTC call.
-
-    Raises:
-        RuntimeError: the call failed.
-    """
-    code, *values = result
-    if int(code):
-        raise RuntimeError(f"CUDA call failed: {code.name}")
-    return values[0] if len(values) == 1 else values
-
-
-def compile_source(source: str, architecture: str) -> bytes:
-    """Machine code of a kernel's text.
-
-    Args:
-        source: CUDA C++.
-        architecture: for example "sm_90".
-
-    Raises:
-        RuntimeError: it does not compile; with the compiler's log.
-    """
-    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"decode_attention.cu", 0, [], []))
-    try:
-        options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17", b"-default-device", b"-lineinfo"]
-        (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        if int(code):
-            log = bytes(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
-            _checked(nvrtc.nvrtcGetProgramLog(program, log))
-            raise RuntimeError(f"the decode attention kernel does not compile:\n{log.decode(errors='replace')}")
-        binary = bytes(_checked(nvrtc.nvrtcGetCUBINSize(program)))
-        _checked(nvrtc.nvrtcGetCUBIN(program, binary))
-        return binary
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-
-
-class _Kernel:
-    """A compiled variant, ready to launch."""
-
-    def __init__(self, variant: _Variant) -> None:
-        major, minor = _capability(variant.device)
-        self._module = _checked(driver.cuModuleLoadData(compile_source(variant.source(), f"sm_{major}{minor}")))
-        self._function = _checked(driver.cuModuleGetFunction(self._module, b"decode_attention"))
-        self._shared = variant.shared_bytes
-        self._threads = 32 * variant.config.warps
-        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(self._function, limit, self._shared))
-
-    def launch(self, grid: tuple[int, int, int], params: bytes, stream: int) -> None:
-        """Launch a grid (splits, heads, rows) on a stream; ``params`` are copied before the call returns."""
-        pointer = ctypes.c_char_p(params)
-        shape = (*grid, self._threads, 1, 1)
-        _checked(driver.cuLaunchKernel(self._function, *shape, self._shared, stream, ctypes.addressof(pointer), 0))
 
 
 @lru_cache(maxsize=256)
-def _kernel(variant: _Variant) -> _Kernel:
-    with torch.cuda.device(variant.device):
-        torch.cuda.current_blas_handle()  # the driver's context of this device exists and is current from here on
-        return _Kernel(variant)
-
-
-@cache
-def _capability(device: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _kernel(variant: _Variant) -> nvrtc.Kernel:
+    threads = 32 * variant.config.warps
+    return nvrtc.Kernel(_SOURCE, "decode_attention", variant.defined(), variant.device, threads, variant.shared_bytes)
 
 
 def _current_stream(device: int) -> int:
     """What ``torch.cuda.current_stream(device).cuda_stream`` is, without an object for it."""
     return torch._C._cuda_getCurrentRawStream(device)
-
-
-@lru_cache(maxsize=8)
-def _device_limits(device: int) -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory that a block can have."""
-    limit = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    shared = int(_checked(driver.cuDeviceGetAttribute(limit, device)))
-    return torch.cuda.get_device_properties(device).multi_processor_count, shared
 
 
 # Calls on one stream follow each other, so they can share memory. It is never freed: CUDA graphs go on writing there.
@@ -371,7 +277,7 @@ class _Plan:
             places = {
                 tier: identities.index(_identity(table)) for tier, table in side.tables.items() if tier in side.pools
             }
-            kinds = ((tier, _kind(side.formats[tier]) or "", places.get(tier, -1)) for tier in side.pools)
+            kinds = ((tier, kernel_kind(side.formats[tier]) or "", places.get(tier, -1)) for tier in side.pools)
             tiers.append(tuple(kinds))
         self.tiers = tuple(tiers)
         pools = [[pool.data_ptr() for pool in side.pools.values()] for side in (keys, values)]
@@ -420,7 +326,7 @@ def _fitting_config(plan: _Plan, query: Tensor, group: int, config: CudaConfig |
     device = query.device.index
     heads = query.shape[0] * query.shape[1] // group
     config = config or choose_config(device, heads, plan.count)
-    limit = _device_limits(device)[1]
+    limit = nvrtc.device_limits(device)[1]
     for fewer in (config, CudaConfig(8, 1), CudaConfig(4, 1)):
         variant = _variant(plan, query, group, fewer)
         if fewer.warps <= config.warps and variant.shared_bytes <= limit:
@@ -534,7 +440,7 @@ class _Launch:
         variant = _fitting_config(plan, query, group, config)
         assert variant is not None  # an obstacle otherwise
         self._device = variant.device
-        splits = splits or choose_splits(pairs, plan.count, variant.config, _device_limits(self._device)[0])
+        splits = splits or choose_splits(pairs, plan.count, variant.config, nvrtc.device_limits(self._device)[0])
         self._kernel, self._grid = _kernel(variant), (splits, heads, batch)
         self._output_shape = (batch, query_heads, 1, dim)
         self._pairs, self._rows, self._dim = pairs, pairs * splits * 4 * variant.quads, dim
@@ -579,9 +485,5 @@ class _Launch:
             shared,
             self._end,
         )
-        if torch.cuda.current_device() == self._device:
-            self._kernel.launch(self._grid, params, stream)
-        else:
-            with torch.cuda.device(self._device):
-                self._kernel.launch(self._grid, params, stream)
+        self._kernel.launch(self._grid, params, stream)
         return AttentionResult(output, lse, None)
