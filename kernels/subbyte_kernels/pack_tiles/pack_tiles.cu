@@ -27,6 +27,7 @@ constexpr int OWN = D / 32;
 constexpr int BITS = KIND == VQ175 ? 7 : KIND == VQ3 || KIND == FP6 ? 6 : 8;
 constexpr int DIM = KIND == VQ175 || KIND == VQ2 ? 4 : KIND == VQ3 || KIND == VQ4 ? 2 : 1;
 constexpr int CODES = D / DIM;                       // of a token
+constexpr int PITCH = CODES + 4;                     // bytes: tokens start in different banks
 constexpr int WORDS = TILE * CODES * BITS / 32;      // of the tile's codes
 constexpr int RECORD = WORDS + TILE / 2;
 constexpr u32 FULL = 0xffffffffu;
@@ -42,7 +43,7 @@ struct Params {
     u32 *records;         // [M, RECORD]
 };
 
-__shared__ u8 codes[TILE * CODES];
+__shared__ u8 codes[TILE * PITCH];
 __shared__ u16 scales[TILE];
 __shared__ __align__(16) float table[ENTRIES ? ENTRIES * DIM : 1];
 __shared__ float half_norms[ENTRIES ? ENTRIES : 1];
@@ -170,8 +171,8 @@ DEVICE void vector_codes(const Params &p, const float *mean, u64 tile, int group
     float decoded[TOKENS] = {};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        codes[group * 128 + i * 32 + lane] = code[i];
-        // vector i 32 + lane belongs to token (i 32 + lane) / CODES
+        const int vector = i * 32 + lane;
+        codes[(group * TOKENS + vector / CODES) * PITCH + vector % CODES] = code[i];
         if (CODES >= 32) decoded[i * 32 / CODES] -= 2.0f * half_norms[code[i]];
     }
     if (CODES >= 32) {
@@ -205,11 +206,11 @@ DEVICE void float_codes(const Params &p, const float *mean, u64 tile, int token,
         const float scaled = fminf(fmaxf(__fdiv_rn(x[i], divisor), -MOST), MOST), size = fabsf(scaled);
         if (KIND == FP6) {
             const int code = size < 2.0f ? (int)rintf(size * 8.0f) : size < 4.0f ? 8 + (int)rintf(size * 4.0f) : 16 + (int)rintf(size * 2.0f);
-            codes[token * CODES + lane * OWN + i] = code | (scaled < 0.0f) << 5;
+            codes[token * PITCH + lane * OWN + i] = code | (scaled < 0.0f) << 5;
         } else {
             u16 pair;
             asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(scaled));
-            codes[token * CODES + lane * OWN + i] = pair & 0xff;
+            codes[token * PITCH + lane * OWN + i] = pair & 0xff;
         }
     }
     if (lane == 0) scales[token] = bits;
@@ -220,7 +221,7 @@ DEVICE u32 code_of(int unit, int lane, int place) {
     constexpr int EACH = ORDER_KEYS ? CODES / 4 : CODES / 8;  // codes of a token in a lane
     const int g = lane >> 2, t = lane & 3, owned = place / EACH, within = place % EACH;
     const int token = unit * 64 + (ORDER_KEYS ? 8 * owned + g : 4 * owned + t);
-    return codes[token * CODES + (ORDER_KEYS ? t : g) * EACH + within];
+    return codes[token * PITCH + (ORDER_KEYS ? t : g) * EACH + within];
 }
 
 // Word of a lane's stream (bitpack.py): whole codes from the low bits up, and on top a piece of the codes that follow.
