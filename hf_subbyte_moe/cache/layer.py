@@ -133,6 +133,24 @@ class EntropySubbyteLayer(CacheLayerMixin):
         """
         self._check_states(key_states, value_states)
         self.settle_without_statistics()
+        rows, heads, tokens, dim = key_states.shape
+        shapes, dtypes = (key_states.shape, value_states.shape), (key_states.dtype, value_states.dtype)
+        layout = (shapes, dtypes, key_states.device, value_states.device)
+        if self.is_initialized and self.rows.takes_another(layout):
+            # most steps: a token like the last one, for which there is room
+            self.before = Snapshot(self.length, self.starts, self.rows.lengths)
+            self.rows.append(key_states, value_states, layout)
+        else:
+            self._store(key_states, value_states, layout)
+        self.length += tokens
+        view = LayerView(self, self._pending is not None)
+        return (
+            PackedKV(view, KEYS, (rows, heads, self.length, dim), key_states),
+            PackedKV(view, VALUES, (rows, heads, self.length, value_states.shape[-1]), value_states),
+        )
+
+    def _store(self, key_states: Tensor, value_states: Tensor, layout: object) -> None:
+        """Check tokens, and append one or keep more of them for their attention call."""
         before = self._snapshot(key_states.shape[2])
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -140,18 +158,11 @@ class EntropySubbyteLayer(CacheLayerMixin):
         self.before = before
         # a row without tokens may still be padding, which only the attention mask tells
         if key_states.shape[2] == 1 and self.length and self.rows.lengths.all():
-            self._append(key_states, value_states)
+            self._append(key_states, value_states, layout)
         else:
             self._pending = (key_states, value_states)
-        self.length += key_states.shape[2]
-        view = LayerView(self, self._pending is not None)
-        shape = (*key_states.shape[:2], self.length)
-        return (
-            PackedKV(view, KEYS, (*shape, key_states.shape[-1]), key_states),
-            PackedKV(view, VALUES, (*shape, value_states.shape[-1]), value_states),
-        )
 
-    def _append(self, key_states: Tensor, value_states: Tensor) -> None:
+    def _append(self, key_states: Tensor, value_states: Tensor, layout: object) -> None:
         """One token a row; rows whose window is full pack their oldest tile first, all or none."""
         due = [(row, *self.rows.oldest_tile(row)) for row in self.rows.rows_due(1)]
         for _, key, value in due:
@@ -161,7 +172,7 @@ class EntropySubbyteLayer(CacheLayerMixin):
                 )
         for row, key, value in due:
             self.rows.pack_oldest(row, key, value)
-        self.rows.append(key_states, value_states)
+        self.rows.append(key_states, value_states, layout)
 
     def get_seq_length(self) -> int:
         """Columns so far, padding included."""

@@ -16,7 +16,7 @@ from hf_subbyte_moe.accounting import TILE_TOKENS, LayerGeometry, tiles_of
 from hf_subbyte_moe.cache.prompts import BitLedger, LayerStatistics, PromptQueries, RowsSnapshot
 from hf_subbyte_moe.cache.rows import RowCodecs
 from hf_subbyte_moe.cache.tiles import TileStore
-from hf_subbyte_moe.cache.window import ExactWindow, Ints, MasksAhead
+from hf_subbyte_moe.cache.window import ExactWindow, Ints, StepsAhead
 from hf_subbyte_moe.codecs import codec_of
 from hf_subbyte_moe.config import WHOLE_PROMPT, KVCacheConfig
 from hf_subbyte_moe.ops import AttentionTiles, ExactTokens, PackedTiles
@@ -48,7 +48,7 @@ class PackedRows:
     """Sinks, tiles and window of every row of a layer.
 
     Attributes:
-        lengths: ``[B]`` stored tokens of each row.
+        lengths: ``[B]`` stored tokens of each row; never changed in place, so that a snapshot can keep it.
         window: the exact tokens.
         store: the packed tiles.
         codecs: means, tables and rotations.
@@ -74,7 +74,7 @@ class PackedRows:
         self._dims, self._latent = (key_dim, value_states.shape[-1]), latent
         self._slack = 0
         self._packed: tuple[int, AttentionTiles] | None = None
-        self._masks = MasksAhead()
+        self._ahead: StepsAhead | None = None
         self.window = ExactWindow(key_states, value_states, config.sinks, config.window)
         self.store = TileStore(batch, heads, self._dims, key_states.device)
         self.codecs = RowCodecs(policy.tiers, config.codebook, key_states, value_states, latent)
@@ -103,6 +103,7 @@ class PackedRows:
         """From now on, keep a tile more exact: new tokens may be taken back, and their tiles wait for :meth:`trim`."""
         if not self._slack:
             self._slack = TILE_TOKENS
+            self._ahead = None
             self.window.widen(TILE_TOKENS, self.lengths, self.first_recent())
 
     def _tiles_due(self, length: int) -> int:
@@ -131,10 +132,33 @@ class PackedRows:
             self._choose(row, [unmeasured(self._policy.tiers, self.heads, first, 1)], int(self.lengths[row]))
         self._pack(row, key, value, self._later_tiers(row)[None])
 
-    def append(self, key_states: Tensor, value_states: Tensor) -> None:
-        """One token ``[B, H, 1, D]`` for every row; none may be due."""
-        self.window.append(self.lengths, key_states, value_states)
+    def _steps(self) -> StepsAhead:
+        """What the next steps need, made anew where anything but a step changed rows or tiles."""
+        if self._ahead is None or self._ahead.version != self.store.version:
+            most = self._config.sinks + self._config.window + self._slack + TILE_TOKENS * (self.store.counts + 1) - 1
+            free = max(0, int((most - self.lengths).min(initial=TILE_TOKENS)))  # tokens until a tile is due
+            self._ahead = StepsAhead(self.window, self.lengths, self.first_recent(), free, self.store.version)
+        return self._ahead
+
+    def takes_another(self, layout: object) -> bool:
+        """Whether rows and tiles are as :meth:`append` left them after a token of this layout, and none is due."""
+        ahead = self._ahead
+        return ahead is not None and ahead.left > 0 and ahead.version == self.store.version and ahead.layout == layout
+
+    def append(self, key_states: Tensor, value_states: Tensor, layout: object) -> None:
+        """One token ``[B, H, 1, D]`` for every row; none may be due. ``layout``: see :meth:`takes_another`."""
+        ahead = self._steps()
+        if not ahead.left:
+            self._ahead = None
+            ahead = self._steps()
+        ahead.append(key_states, value_states)
+        ahead.layout = layout
         self.lengths = self.lengths + 1
+
+    def _set_length(self, row: int, length: int) -> None:
+        self.lengths = self.lengths.copy()
+        self.lengths[row] = length
+        self._ahead = None
 
     def add(self, row: int, key: Tensor, value: Tensor, queries: PromptQueries | None) -> None:
         """Store new tokens of one row and pack what is due.
@@ -166,7 +190,7 @@ class PackedRows:
         fresh = max(held, first + more * TILE_TOKENS)
         if fresh < length:
             self.window.write(row, fresh, recent_key[:, fresh - first :], recent_value[:, fresh - first :])
-        self.lengths[row] = length
+        self._set_length(row, length)
 
     def _settle(
         self,
@@ -311,7 +335,7 @@ class PackedRows:
             causal: ``[B, q, q]`` which of the new tokens their queries see.
         """
         first, second = self.window.keys, self.window.values
-        visible = self._masks.mask(self.window, self.lengths, self.first_recent())
+        visible = self._steps().mask
         if pending is not None:
             assert causal is not None
             first, second = (torch.cat(pair, dim=2) for pair in zip((first, second), pending, strict=True))
@@ -362,13 +386,13 @@ class PackedRows:
         self._statistics.chunks[row] = [
             chunk for chunk in self._statistics.chunks[row] if chunk.first_tile < kept or self.settled[row]
         ]
-        self.lengths[row] = length
+        self._set_length(row, length)
 
     def snapshot(self, new_tokens: int) -> RowsSnapshot:
         """What :meth:`undo` needs after a step of ``new_tokens``."""
         buffers = (self.window.keys.clone(), self.window.values.clone()) if new_tokens > 1 else None
         return RowsSnapshot(
-            lengths=self.lengths.copy(),
+            lengths=self.lengths,
             tiles=self.store.counts.copy(),
             frozen=self.codecs.frozen.copy(),
             settled=[list(row) for row in self.settled],
@@ -376,8 +400,12 @@ class PackedRows:
             window=buffers,
         )
 
-    def undo(self, before: RowsSnapshot) -> None:
+    def undo(self, before: RowsSnapshot | Ints) -> None:
         """Take the last step back. One new token overwrote nothing that a row still needs: its slot was free."""
+        self._ahead = None
+        if isinstance(before, np.ndarray):
+            self.lengths = before
+            return
         if before.window is not None:
             self.window.keys, self.window.values = before.window
         for row, tiles in enumerate(before.tiles.tolist()):
@@ -388,6 +416,7 @@ class PackedRows:
 
     def select_rows(self, rows: Ints) -> None:
         """Keep, reorder or repeat rows; everything that belongs to a row moves with it."""
+        self._ahead = None
         on_device = torch.from_numpy(rows).to(self.window.keys.device)
         self.window.select_rows(on_device)
         self.codecs.select_rows(on_device)
@@ -411,6 +440,7 @@ class PackedRows:
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Inverse of :meth:`state`, into rows that hold nothing yet."""
+        self._ahead = None
         self.lengths = state["lengths"].cpu().numpy()
         self.window.keys, self.window.values = state["window.keys"], state["window.values"]
         self.store.load_state(state)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,13 +68,19 @@ class RowsSnapshot:
     window: tuple[Tensor, Tensor] | None
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A layer before a step; ``rows`` is None for a layer that was empty."""
+class Snapshot(NamedTuple):
+    """A layer before a step.
+
+    Attributes:
+        length: its columns.
+        starts: ``[B]`` padding of each row.
+        rows: the stored tokens; only ``[B]`` their number if the step adds one to each row and packs nothing; None for
+            a layer that was empty.
+    """
 
     length: int
     starts: Ints
-    rows: RowsSnapshot | None
+    rows: RowsSnapshot | Ints | None
 
 
 class BitLedger:

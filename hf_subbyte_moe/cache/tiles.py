@@ -57,6 +57,7 @@ class TileStore:
     Attributes:
         counts: ``[B]`` tiles of each row.
         version: changes whenever a page or a pool does.
+        empty: no row has a tile.
     """
 
     def __init__(self, rows: int, heads: int, widths: tuple[int, int], device: torch.device) -> None:
@@ -68,15 +69,12 @@ class TileStore:
         self._pools: dict[tuple[int, int], TilePool] = {}  # (tier id, width)
         self._device_pages: Tensor | None = None
         self.version = 0
+        self.empty = True
 
     def _changed(self) -> None:
         self._device_pages = None
         self.version += 1
-
-    @property
-    def empty(self) -> bool:
-        """No row has a tile."""
-        return not self.counts.any()
+        self.empty = not self.counts.any()
 
     def extend(self, row: int, tiles: int) -> None:
         """Give a row more tiles, whose records follow by :meth:`write`."""

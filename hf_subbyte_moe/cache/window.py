@@ -7,6 +7,9 @@ query; rows of different length need no alignment, and appending moves nothing.
 Source: attention sinks, StreamingLLM (arXiv 2309.17453); exact recent window, KIVI (arXiv 2402.02750).
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -37,19 +40,6 @@ class ExactWindow:
         """Slots of token indices."""
         return np.where(index < self.sinks, index, self.sinks + (index - self.sinks) % self.ring)
 
-    def append(self, lengths: Ints, key_states: Tensor, value_states: Tensor) -> None:
-        """Append one token to every row: ``[B, H, 1, D]``; ``lengths`` are the rows' lengths before."""
-        slots = self.slots(lengths)
-        if (slots == slots[0]).all():
-            slot = int(slots[0])
-            self.keys.select(2, slot).copy_(key_states.select(2, 0))
-            self.values.select(2, slot).copy_(value_states.select(2, 0))
-            return
-        rows = torch.arange(len(slots), device=self.keys.device)
-        columns = torch.from_numpy(slots).to(self.keys.device)
-        self.keys[rows, :, columns] = key_states[:, :, 0]
-        self.values[rows, :, columns] = value_states[:, :, 0]
-
     def write(self, row: int, first: int, key_states: Tensor, value_states: Tensor) -> None:
         """Store neighbouring tokens ``[H, n, D]`` of one row, the first of them at index ``first``; n <= ring."""
         index = np.arange(first, first + key_states.shape[1])
@@ -68,6 +58,10 @@ class ExactWindow:
 
     def visible(self, lengths: Ints, first_recent: Ints) -> Tensor:
         """``[B, 1, slots]`` bool: which slots hold a token, given the rows' lengths and the ring's oldest tokens."""
+        return self.visible_ahead(lengths, first_recent, 0)[0]
+
+    def visible_ahead(self, lengths: Ints, first_recent: Ints, steps: int) -> Tensor:
+        """``[steps + 1, B, 1, slots]`` bool: now, and after each of so many tokens more that take free slots."""
         slot = np.arange(self.sinks + self.ring)
         length = lengths[:, None]
         newest = length - 1 - self.sinks
@@ -75,7 +69,15 @@ class ExactWindow:
         index = newest - (newest - in_ring) % self.ring + self.sinks  # the latest token that fell into the slot
         recent = (in_ring >= 0) & (index >= np.maximum(first_recent[:, None], self.sinks)) & (newest >= 0)
         held = np.where(in_ring < 0, slot < length, recent)
-        return torch.from_numpy(held[:, None]).to(self.keys.device)
+        next_ring = np.maximum(length, self.sinks)  # the next token that falls into the ring
+        wait = np.where(in_ring < 0, slot, next_ring + (slot - next_ring) % self.ring) - length
+        since = np.where(held, 0, wait + 1).astype(np.int32)
+        return self.upload((since <= np.arange(steps + 1, dtype=np.int32)[:, None, None])[:, :, None])
+
+    def upload(self, array: NDArray[Any]) -> Tensor:
+        """An array on the window's device. CUDA has read it when it returns, so there is no need to wait for it."""
+        device = self.keys.device
+        return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
     def widen(self, tokens: int, lengths: Ints, first_recent: Ints) -> None:
         """Make the ring longer; the rows' tokens from ``first_recent`` on keep their places in the row."""
@@ -100,27 +102,58 @@ class ExactWindow:
         return [self.keys, self.values]
 
 
-class MasksAhead:
-    """Masks of a window for the next decode steps, made together: many take no longer to upload than one."""
+class StepsAhead:
+    """Masks and places of the next tokens, one for each row at a time: many take no longer to upload than one.
 
-    def __init__(self) -> None:
-        self._lengths: Ints = np.zeros(0, dtype=np.int64)
-        self._first_recent: Ints = self._lengths
-        self._masks: Tensor | None = None
+    They hold until anything but :meth:`append` changes a row.
 
-    def mask(self, window: ExactWindow, lengths: Ints, first_recent: Ints) -> Tensor:
-        """``[B, 1, slots]`` bool, what :meth:`ExactWindow.visible` says."""
-        made = self._masks
-        if made is not None and len(lengths) == len(self._lengths) and made.shape[-1] == window.keys.shape[2]:
-            step = int(lengths[0] - self._lengths[0])
-            if (
-                0 <= step < _STEPS_AHEAD
-                and (lengths - self._lengths == step).all()
-                and (first_recent == self._first_recent).all()
-            ):
-                return made[step]
-        self._lengths, self._first_recent = lengths.copy(), first_recent.copy()
-        ahead = (lengths + np.arange(_STEPS_AHEAD)[:, None]).ravel()
-        masks = window.visible(ahead, np.tile(first_recent, _STEPS_AHEAD))
-        self._masks = masks.unflatten(0, (_STEPS_AHEAD, -1))
-        return self._masks[0]
+    Attributes:
+        left: tokens that can still be appended to every row.
+        version: of the tiles.
+        layout: what the caller knows about the tokens that it appended.
+    """
+
+    def __init__(self, window: ExactWindow, lengths: Ints, first_recent: Ints, free: int, version: int) -> None:
+        """Look ahead from rows of these lengths, which can take ``free`` tokens before one must be packed."""
+        self.left = min(free, _STEPS_AHEAD)
+        self.version = version
+        self.layout: object = None
+        self._window, self._lengths = window, lengths
+        self._step = 0
+        self._masks = window.visible_ahead(lengths, first_recent, self.left).unbind(0)
+        self._places: Sequence[tuple[Tensor, Tensor] | Tensor] | None = None
+
+    @property
+    def mask(self) -> Tensor:
+        """``[B, 1, slots]`` bool, what :meth:`ExactWindow.visible` says now."""
+        return self._masks[self._step]
+
+    def append(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Store one token ``[B, H, 1, D]`` for every row."""
+        if self._places is None:
+            self._places = self._next_places()
+        place = self._places[self._step]
+        if isinstance(place, tuple):
+            place[0].copy_(key_states)
+            place[1].copy_(value_states)
+        else:
+            for held, states in ((self._window.keys, key_states), (self._window.values, value_states)):
+                held.view(-1, held.shape[-1]).index_copy_(0, place, states.reshape(-1, held.shape[-1]))
+        self._step += 1
+        self.left -= 1
+
+    def _next_places(self) -> Sequence[tuple[Tensor, Tensor] | Tensor]:
+        """Of each step, views of the slot that all rows take, or ``[B * H]`` slots in all rows' and heads' buffers."""
+        window = self._window
+        slots = window.slots(self._lengths + np.arange(self.left)[:, None])
+        rows, heads, size = window.keys.shape[:3]
+        if (slots == slots[:, :1]).all():
+            first = int(slots[0, 0])
+            run = min(self.left, size - first)  # then the ring begins again
+            views = []
+            for held in (window.keys, window.values):
+                parts = (held.narrow(2, first, run), held.narrow(2, window.sinks, self.left - run))
+                views.append([view for part in parts if part.shape[2] for view in part.split(1, 2)])
+            return list(zip(*views, strict=True))
+        buffers = size * np.arange(rows * heads).reshape(rows, heads)
+        return window.upload((slots[:, :, None] + buffers).reshape(self.left, -1)).unbind(0)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_subbyte_moe.cache.window import ExactWindow, MasksAhead
+from hf_subbyte_moe.cache.window import ExactWindow, StepsAhead
 
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5
@@ -38,11 +38,15 @@ class Model:
                 self.window.write(row, first, tokens(name, first, last, KEY_DIM), tokens(name, first, last, VALUE_DIM))
         self.lengths[row] = count
 
+    def next_tokens(self) -> tuple[Tensor, Tensor]:
+        """``[B, H, 1, dim]`` keys and values that come next."""
+        places = list(zip(self.names, self.lengths, strict=True))
+        keys, values = (torch.stack([token(*place, dim) for place in places]) for dim in (KEY_DIM, VALUE_DIM))
+        return keys.unsqueeze(2), values.unsqueeze(2)
+
     def step(self) -> None:
         """Append one token to every row."""
-        keys = torch.stack([token(n, at, KEY_DIM) for n, at in zip(self.names, self.lengths, strict=True)])
-        values = torch.stack([token(n, at, VALUE_DIM) for n, at in zip(self.names, self.lengths, strict=True)])
-        self.window.append(np.array(self.lengths), keys.unsqueeze(2), values.unsqueeze(2))
+        StepsAhead(self.window, np.array(self.lengths), self.first_recent(), 1, version=0).append(*self.next_tokens())
         self.lengths = [length + 1 for length in self.lengths]
 
     def first_recent(self) -> np.ndarray:
@@ -169,21 +173,19 @@ def test_buffers_have_the_dtype_of_the_model_and_nothing_else_is_held(dtype: tor
     assert keys.dtype == values.dtype == dtype
 
 
-def test_masks_made_ahead_are_those_of_each_step() -> None:
-    model, ahead = Model(2, sinks=4, window=1), MasksAhead()
-    model.prompt(0, 2)
-    model.prompt(1, 100)
-    first_recent = np.array([0, 0])
-    for step in range(150):
-        model.step()
-        if step == 40:  # a tile was packed
-            first_recent = np.array([0, 132])
-        if step == 70:  # tokens were taken back
-            model.lengths = [length - 3 for length in model.lengths]
-        if step == 90:  # of one row alone
-            model.lengths[1] -= 1
-        if step == 110:
-            model.window.widen(128, np.array(model.lengths), first_recent)
-        lengths = np.array(model.lengths)
-        expected = model.window.visible(lengths, first_recent)
-        assert torch.equal(ahead.mask(model.window, lengths, first_recent), expected)
+@pytest.mark.parametrize(("sinks", "window"), [(4, 1), (0, 40), (3, 200)])
+@pytest.mark.parametrize("counts", [[0, 0], [1, 1], [2, 100], [3, 5], [150, 400]])
+def test_masks_and_places_made_ahead_are_those_of_each_step(counts: list[int], sinks: int, window: int) -> None:
+    model = Model(2, sinks, window)
+    for row, count in enumerate(counts):
+        model.prompt(row, count)
+    first_recent = np.maximum(np.array(counts) - (model.window.ring - 20), 0)  # room for 20 tokens more
+    ahead = StepsAhead(model.window, np.array(counts), first_recent, 20, version=0)
+    assert ahead.left == 20
+    while ahead.left:
+        assert torch.equal(ahead.mask, model.window.visible(np.array(model.lengths), first_recent))
+        keys, values = model.next_tokens()
+        ahead.append(keys, values)
+        model.lengths = [length + 1 for length in model.lengths]
+    assert torch.equal(ahead.mask, model.window.visible(np.array(model.lengths), first_recent))
+    model.check(first_recent)
