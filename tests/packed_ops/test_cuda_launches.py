@@ -3,6 +3,7 @@
 import gc
 import struct
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ class Launches:
         self.variants: list[Any] = []
         self.stream = STREAM
         self.checks = 0
+        self.capturing = False
 
     def launch(self, grid: tuple[int, int, int], params: bytes, stream: int) -> None:
         self.made.append((grid, params, stream))
@@ -51,16 +53,18 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         seen.checks += 1
 
     def scratch(device: int, stream: int, size: int) -> Tensor:
-        return held.setdefault((stream, size), torch.zeros(size))
+        made.append(torch.zeros(size))  # held, so that each lies elsewhere
+        return made[-1]
 
-    held: dict[tuple[int, int], Tensor] = {}
+    made: list[Tensor] = []
     monkeypatch.setattr(cuda_kernel, "_kernel", kernel)
     monkeypatch.setattr(cuda_kernel, "cuda_obstacle", unchecked)
     monkeypatch.setattr(cuda_kernel, "_current_stream", lambda device: seen.stream)
     monkeypatch.setattr(nvrtc, "device_limits", lambda device: (132, 1 << 18))
     monkeypatch.setattr(cuda_kernel, "choose_config", lambda *size: CudaConfig(8, 1))
-    monkeypatch.setattr(cuda_kernel, "_partial", scratch)
-    monkeypatch.setattr(cuda_kernel, "_arrived", scratch)
+    monkeypatch.setattr(cuda_kernel, "_partial", cache(scratch))
+    monkeypatch.setattr(cuda_kernel, "_arrived", cache(scratch))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: seen.capturing)
     monkeypatch.setattr(cuda_kernel, "_NO_TILES", cuda_kernel._Plan(None))
     return seen
 
@@ -168,6 +172,20 @@ def test_streams_share_nothing_and_calls_of_one_stream_share_room(launches: Laun
     assert rooms[0] == rooms[1]
     assert not set(rooms[0]) & set(rooms[2])
     assert [stream for _, _, stream in launches.made] == [STREAM, STREAM, STREAM + 1]
+
+
+def test_a_captured_call_shares_nothing_that_the_graph_zeroes(launches: Launches) -> None:
+    packed = tiles()
+    launches.capturing = True
+    for _ in range(2):
+        decode_attention_cuda(*step(), packed, 0.125)
+    launches.capturing = False
+    decode_attention_cuda(*step(), packed, 0.125)
+    launches.capturing = True  # its stream was used before, so there is something to share
+    decode_attention_cuda(*step(), packed, 0.125)
+    rooms = [launches.fields(call)[12:15] for call in range(4)]
+    assert len({room[2] for room in rooms}) == 3
+    assert rooms[2] == rooms[3]
 
 
 def test_sinks_come_and_go(launches: Launches) -> None:

@@ -458,11 +458,22 @@ class _Launch:
         self._params = struct.Struct(f"<4Q{len(self._tiles)}s3Q24s{len(self._end)}s")
         self._shared: dict[int, bytes] = {}  # stream -> addresses of what its calls share
 
-    def _shared_by(self, stream: int) -> bytes:
+    def _share(self, stream: int) -> tuple[bytes, list[Tensor]]:
+        """Addresses of what the calls of a stream share, and what they point into.
+
+        The first call that a graph captures on a stream gets its own: zeroing it is part of the graph.
+        """
         size = self._rows * (self._dim + 2)
-        partial = _partial(self._device, stream, 1 << size.bit_length()).data_ptr()
-        arrived = _arrived(self._device, stream, 1 << self._pairs.bit_length()).data_ptr()
-        return struct.pack("<3Q", partial, partial + 4 * self._rows * self._dim, arrived)
+        sizes = {_partial: 1 << size.bit_length(), _arrived: 1 << self._pairs.bit_length()}
+        capturing = torch.cuda.is_current_stream_capturing()
+        held = [
+            (make.__wrapped__ if capturing else make)(self._device, stream, count) for make, count in sizes.items()
+        ]
+        partial, arrived = (tensor.data_ptr() for tensor in held)
+        shared = struct.pack("<3Q", partial, partial + 4 * self._rows * self._dim, arrived)
+        if not capturing:
+            self._shared[stream] = shared
+        return shared, held
 
     def __call__(self, query: Tensor, exact: ExactTokens, sink_logits: Tensor | None) -> AttentionResult:
         device = query.device
@@ -471,8 +482,9 @@ class _Launch:
         lse = torch.empty(self._output_shape[:3], dtype=torch.float32, device=device)
         stream = _current_stream(self._device)
         shared = self._shared.get(stream)
+        held = None
         if shared is None:
-            shared = self._shared[stream] = self._shared_by(stream)
+            shared, held = self._share(stream)
         params = self._params.pack(
             query.data_ptr(),
             exact.keys.data_ptr(),
@@ -486,4 +498,5 @@ class _Launch:
             self._end,
         )
         self._kernel.launch(self._grid, params, stream)
+        del held  # only now
         return AttentionResult(output, lse, None)
