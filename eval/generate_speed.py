@@ -1,4 +1,4 @@
-"""Milliseconds a token of ``generate`` with the packed cache and with Transformers' own, at one long context.
+"""Time to the first token and milliseconds a token of ``generate``, with packed caches and with Transformers' own.
 
 A model of Mixtral-8x7B's shape with few layers and random weights: what a layer costs does not depend on what it has
 learned, and a few layers fit any GPU.
@@ -51,11 +51,14 @@ def mixtral_shaped(layers: int, device: torch.device) -> PreTrainedModel:
         return MixtralForCausalLM(config).to(torch.bfloat16).eval()
 
 
-def step_times(model: PreTrainedModel, ids: torch.Tensor, tokens: int, options: dict[str, Any]) -> list[float]:
-    """Milliseconds of each decoded token but the first."""
+def token_times(
+    model: PreTrainedModel, ids: torch.Tensor, tokens: int, options: dict[str, Any]
+) -> tuple[float, list[float]]:
+    """Milliseconds to the first token, and of each later one after a few to warm up."""
     clock = _Clock()
     model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, streamer=clock, **options)
-    return [1e3 * (after - before) for before, after in zip(clock.times[1:], clock.times[2:], strict=False)][_WARM_UP:]
+    spans = [1e3 * (after - before) for before, after in zip(clock.times, clock.times[1:], strict=False)]
+    return spans[0], spans[1 + _WARM_UP :]
 
 
 def main(
@@ -75,14 +78,20 @@ def main(
         "uniform:vq2": {"cache_implementation": CACHE_NAME, "cache_config": {"policy": "uniform:vq2"}},
         "error, 2.5 bits": {"cache_implementation": CACHE_NAME},
     }
+    with torch.no_grad():
+        for options in caches.values():  # kernels are compiled here
+            token_times(model, torch.randint(5, 30000, (1, 1024), device=device), 16, options)
     rows = []
     for length in context or [8192, 32768, 131072]:
         ids = torch.randint(5, 30000, (1, length), generator=torch.Generator().manual_seed(1)).to(device)
         times: dict[str, list[float]] = {name: [] for name in caches}
+        first: dict[str, list[float]] = {name: [] for name in caches}
         for _ in range(rounds):
             for name, options in caches.items():
                 with torch.no_grad():
-                    times[name] += step_times(model, ids, tokens, options)
+                    started, steps = token_times(model, ids, tokens, options)
+                first[name].append(started)
+                times[name] += steps
                 torch.cuda.empty_cache()
         plain = statistics.mean(times["dynamic"])
         for name, values in times.items():
@@ -90,15 +99,16 @@ def main(
                 {
                     "cache": name,
                     "context": length,
+                    "first_ms": min(first[name]),
                     "ms_mean": statistics.mean(values),
                     "ms_median": statistics.median(values),
                     "speedup": plain / statistics.mean(values),
                 }
             )
-    table = Table("cache", "context", "ms a token, mean", "median", "times dynamic")
+    table = Table("cache", "context", "first token, ms", "ms a token, mean", "median", "times dynamic")
     for row in rows:
         mean, median, speedup = (f"{row[key]:.2f}" for key in ("ms_mean", "ms_median", "speedup"))
-        table.add_row(str(row["cache"]), str(row["context"]), mean, median, speedup)
+        table.add_row(str(row["cache"]), str(row["context"]), f"{row['first_ms']:.0f}", mean, median, speedup)
     Console().print(table)
     if json_file is not None:
         conditions = {

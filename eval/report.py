@@ -73,24 +73,50 @@ def bench() -> str:
     return f"{_table(header, rows)}\n\nMedians of paired runs; {conditions}."
 
 
-def bench_gpu() -> str:
-    """The same on a GPU, beside the plain cache with and without cuDNN's attention."""
-    result = _load(RESULTS / "bench_h200.json")
+def generate_speed() -> str:
+    """``generate`` on a GPU with packed caches and with the plain one."""
+    result = _load(RESULTS / "generate_speed.json")
     rows = [
         [
-            f"{timing['model']}, {timing['context']:,} tokens",
-            "on (default)" if timing["cudnn_attention"] else "off",
-            f"{timing['plain_prefill_s'] * 1e3:.0f}",
-            f"{timing['packed_prefill_s'] * 1e3:.0f}",
-            f"{timing['plain_step_ms']:.1f}",
-            f"{timing['packed_step_ms']:.1f}",
-            f"{timing['step_ratio']:.2f}",
+            f"{row['cache']}, {row['context']:,} tokens",
+            f"{row['first_ms']:.0f}",
+            f"{row['ms_mean']:.2f}",
+            f"{row['ms_median']:.2f}",
+            f"{row['speedup']:.2f}",
         ]
-        for timing in result["timings"]
+        for row in result["rows"]
     ]
-    header = ["", "cuDNN attention", "prefill, ms", "packed, ms", "step, ms", "packed step, ms", "ratio"]
+    header = ["cache", "first token, ms", "ms a token, mean", "median", "times `dynamic` (mean)"]
     conditions = ", ".join(f"{key} {value}" for key, value in result["conditions"].items())
-    return f"{_table(header, rows)}\n\nMedians of paired runs; {conditions}."
+    return f"{_table(header, rows)}\n\n{conditions}."
+
+
+def decode_attention() -> str:
+    """The fused kernel at batch 1 beside the fastest bf16 attention; all rows are in kernels/README.md."""
+    result = _load(ROOT / "kernels" / "benchmarks" / "results" / "decode_attention.json")
+    best: dict[tuple[str, int, int], dict[str, Any]] = {}
+    for row in result["rows"]:
+        if (
+            row["backend"] == "cuda"
+            and row["k_tier"] == row["v_tier"]
+            and row["k_tier"] in ("vq175", "vq2")
+            and row["us"]
+        ):
+            key = (row["shape"], row["batch"], row["context"])
+            if key not in best or row["us"] < best[key]["us"]:
+                best[key] = row
+    rows = [
+        [
+            f"{shape}, batch {batch}, {context:,} tokens",
+            f"{row['baseline_us']:.1f}",
+            f"{row['us']:.1f} (`{row['k_tier']}`)",
+            f"{row['speedup']:.2f}",
+            f"{row['copy_share']:.0%}",
+        ]
+        for (shape, batch, context), row in sorted(best.items())
+    ]
+    header = ["one layer, one token", "best bf16, us", "packed, us", "times faster", "of copy bandwidth"]
+    return _table(header, rows)
 
 
 def tiers() -> str:
@@ -117,7 +143,8 @@ def training() -> str:
 SECTIONS: dict[str, Callable[[], str]] = {
     "demo": demo,
     "bench": bench,
-    "bench_gpu": bench_gpu,
+    "generate_speed": generate_speed,
+    "decode_attention": decode_attention,
     "tiers": tiers,
     "training": training,
 }

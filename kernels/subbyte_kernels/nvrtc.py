@@ -77,6 +77,12 @@ def device_limits(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_properties(device).multi_processor_count, shared
 
 
+def capture_id(stream: int) -> int:
+    """A number for the graph that a stream is capturing, 0 if it captures none."""
+    status, number, *_ = checked(driver.cuStreamGetCaptureInfo(stream))
+    return int(number) if int(status) else 0
+
+
 class Kernel:
     """A compiled kernel on one device, ready to launch."""
 

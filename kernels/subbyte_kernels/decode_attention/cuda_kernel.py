@@ -165,20 +165,21 @@ def _current_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
-# Calls on one stream follow each other, so they can share memory. It is never freed: CUDA graphs go on writing there.
+# Calls on one stream follow each other, so they can share memory, and so can the calls that one graph captures; there
+# the memory is the graph's, and zeroing it a part of the graph. It is never freed: a graph goes on writing there.
 
 
 @cache
-def _arrived(device: int, stream: int, size: int) -> Tensor:
+def _arrived(device: int, stream: int, capture: int, size: int) -> Tensor:
     """Counters of finished blocks: zero between calls, because the last block puts them back."""
-    del stream
+    del stream, capture
     return torch.zeros(size, dtype=torch.int32, device=f"cuda:{device}")
 
 
 @cache
-def _partial(device: int, stream: int, size: int) -> Tensor:
+def _partial(device: int, stream: int, capture: int, size: int) -> Tensor:
     """Room for what the splits of a row hand to the last of them."""
-    del stream
+    del stream, capture
     return torch.empty(size, dtype=torch.float32, device=f"cuda:{device}")
 
 
@@ -457,23 +458,21 @@ class _Launch:
         )
         self._params = struct.Struct(f"<4Q{len(self._tiles)}s3Q24s{len(self._end)}s")
         self._shared: dict[int, bytes] = {}  # stream -> addresses of what its calls share
+        self._captured: dict[tuple[int, int], bytes] = {}  # the same for a stream that captures a graph
 
-    def _share(self, stream: int) -> tuple[bytes, list[Tensor]]:
-        """Addresses of what the calls of a stream share, and what they point into.
-
-        The first call that a graph captures on a stream gets its own: zeroing it is part of the graph.
-        """
-        size = self._rows * (self._dim + 2)
-        sizes = {_partial: 1 << size.bit_length(), _arrived: 1 << self._pairs.bit_length()}
-        capturing = torch.cuda.is_current_stream_capturing()
-        held = [
-            (make.__wrapped__ if capturing else make)(self._device, stream, count) for make, count in sizes.items()
-        ]
-        partial, arrived = (tensor.data_ptr() for tensor in held)
-        shared = struct.pack("<3Q", partial, partial + 4 * self._rows * self._dim, arrived)
-        if not capturing:
+    def _share(self, stream: int) -> bytes:
+        """Addresses of what the calls of a stream share, or of those that one CUDA graph captures on it."""
+        capture = nvrtc.capture_id(stream)
+        shared = self._captured.get((stream, capture))
+        if shared is None:
+            size = self._rows * (self._dim + 2)
+            partial = _partial(self._device, stream, capture, 1 << size.bit_length()).data_ptr()
+            arrived = _arrived(self._device, stream, capture, 1 << self._pairs.bit_length()).data_ptr()
+            shared = struct.pack("<3Q", partial, partial + 4 * self._rows * self._dim, arrived)
+            self._captured[stream, capture] = shared
+        if not capture:
             self._shared[stream] = shared
-        return shared, held
+        return shared
 
     def __call__(self, query: Tensor, exact: ExactTokens, sink_logits: Tensor | None) -> AttentionResult:
         device = query.device
@@ -482,9 +481,8 @@ class _Launch:
         lse = torch.empty(self._output_shape[:3], dtype=torch.float32, device=device)
         stream = _current_stream(self._device)
         shared = self._shared.get(stream)
-        held = None
         if shared is None:
-            shared, held = self._share(stream)
+            shared = self._share(stream)
         params = self._params.pack(
             query.data_ptr(),
             exact.keys.data_ptr(),
@@ -498,5 +496,4 @@ class _Launch:
             self._end,
         )
         self._kernel.launch(self._grid, params, stream)
-        del held  # only now
         return AttentionResult(output, lse, None)
