@@ -314,6 +314,7 @@ class PackedRows:
             sides.append(
                 PackedTiles(
                     pages=self.store.pages(side)[rows],
+                    host_pages=self.store.host_pages(side)[rows],
                     pools=pools,
                     formats={tier: codec_of(tier).format for tier in pools},
                     tables=self.codecs.tables(side, row),

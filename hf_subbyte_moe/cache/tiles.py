@@ -114,6 +114,11 @@ class TileStore:
         longest = int(self.counts.max(initial=0))
         return self._device_pages[side, :, :, :longest]
 
+    def host_pages(self, side: int) -> Pages:
+        """:meth:`pages` on the host, a copy."""
+        pages: Pages = self._pages[side, :, :, : int(self.counts.max(initial=0))].copy()
+        return pages
+
     def pools(self, side: int) -> dict[int, Tensor]:
         """Tier id -> records, for one side."""
         return {tier: pool.records for (tier, width), pool in self._pools.items() if width == self._widths[side]}

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from subbyte_kernels.lanes import Order
@@ -104,6 +106,7 @@ class PackedTiles:
         rotation: ``[D, D]`` fp32 orthonormal, ``rotated = values @ rotation.T``.
         mean: ``[B, H, D]`` fp32, removed before rotation; None for values.
         order: which lanes own the codes.
+        host_pages: the pages on the host, where somebody has them: saves reading them back.
         signs: ``[D]`` fp32 if the rotation is ``hadamard @ diag(signs)``, with Hadamard blocks (Sylvester's order,
             over the square root of their size) as large as the power of two in D; None for any other rotation.
     """
@@ -116,6 +119,7 @@ class PackedTiles:
     mean: Tensor | None
     order: Order
     signs: Tensor | None = None
+    host_pages: NDArray[np.int32] | None = None
 
     @property
     def head_dim(self) -> int:

@@ -2,6 +2,7 @@
 
 import gc
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,7 +20,7 @@ from support.packing import gaussian, packed_side
 
 
 DIM, HEADS, GROUP, EXACT = 64, 2, 2, 5
-HEAD = "<23Q5if"
+HEAD = "<24Q5if"
 STREAM = 77
 
 
@@ -69,12 +70,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return seen
 
 
-def tiles(seed: int = 1) -> AttentionTiles:
+def tiles(seed: int = 1, tiers: Sequence[str] = ("vq3", "vq3")) -> AttentionTiles:
+    """One row with one tile a head; ``tiers``: of each head, for keys and values."""
     states = gaussian(1, HEADS, 1, TILE_TOKENS, DIM, seed=seed)
     mean = torch.zeros(1, HEADS, DIM)
-    tiers = [[["vq3"]] * HEADS]
-    keys = packed_side(states, tiers, mean, order=Order.KEYS)[0]
-    return AttentionTiles((keys,), packed_side(states, tiers, None, order=Order.VALUES)[0])
+    named = [[[tier] for tier in tiers]]
+    keys = packed_side(states, named, mean, order=Order.KEYS)[0]
+    return AttentionTiles((keys,), packed_side(states, named, None, order=Order.VALUES)[0])
 
 
 def step(seed: int = 2, rows: int = 1, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ExactTokens]:
@@ -98,9 +100,9 @@ def test_the_first_call_writes_every_parameter(launches: Launches) -> None:
     assert fields[6:12] == (*plan.pointers[2:], sinks.data_ptr(), result.output.data_ptr(), result.lse.data_ptr())
     partials = HEADS * 3 * 4  # heads, splits, queries
     assert fields[13] - fields[12] == 4 * partials * DIM
-    assert fields[15:20] == (*query.stride()[:2], *exact.keys.stride()[:3])
-    assert fields[20:23] == (exact.visible.stride(0), *packed.keys[0].pages.stride()[:2])
-    assert fields[23:] == (HEADS, GROUP, EXACT, 1, 3, 0.125)
+    assert fields[15:21] == (0, *query.stride()[:2], *exact.keys.stride()[:3])
+    assert fields[21:24] == (exact.visible.stride(0), *packed.keys[0].pages.stride()[:2])
+    assert fields[24:] == (HEADS, GROUP, EXACT, 1, 3, 0.125)
     assert params[struct.calcsize(HEAD) :] == struct.pack(f"<{len(plan.ends)}Q", *plan.ends)
     assert result.output.shape == (1, HEADS * GROUP, 1, DIM)
     assert result.lse.shape == (1, HEADS * GROUP, 1)
@@ -160,6 +162,22 @@ def test_tensors_that_are_copied_for_the_kernel_are_copied_every_time(launches: 
         assert launches.fields()[0] != spread.data_ptr()
         assert repeat_attention_cuda(spread, exact, packed, 0.125) is None
     assert launches.checks == 2
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_tiers_that_cost_differently_come_as_a_list_of_blocks(launches: Launches, on_host: bool) -> None:
+    packed = tiles(tiers=("vq2", "fp6"))
+    if on_host:
+        sides = [replace(side, host_pages=side.pages.numpy()) for side in (*packed.keys, packed.values)]
+        packed = AttentionTiles((sides[0],), sides[1])
+    decode_attention_cuda(*step(), packed, 0.125)
+    grid, params, _ = launches.made[0]
+    assert grid == (HEADS, 1, 1)  # a block for each head: a tile is less than a round of eight warps
+    launch = next(iter(cuda_kernel._plan(packed).launches.values()))
+    assert launch._work is not None
+    assert launches.fields()[15] == launch._work.data_ptr()
+    assert launch._work.tolist() == [[0, 1, 0, 1, 0, 2, 1, 0], [0, 0, 0, 1, 0, 2, 0, 0]]  # fp6 first, it takes longer
+    assert params[struct.calcsize(HEAD) :]
 
 
 def test_streams_share_nothing_and_calls_of_one_stream_share_room(launches: Launches) -> None:

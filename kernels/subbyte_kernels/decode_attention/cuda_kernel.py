@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from subbyte_kernels import nvrtc
+from subbyte_kernels.decode_attention.balance import MAX_SPLITS, SIDE_COSTS, cut_rows
 from subbyte_kernels.decode_attention.reference import AttentionResult, AttentionTiles, ExactTokens
-from subbyte_kernels.formats import PackedTiles, kernel_kind
+from subbyte_kernels.formats import PackedTiles, kernel_kind, page_tiers
 from subbyte_kernels.lanes import Order
 
 
@@ -31,7 +34,6 @@ _MAX_GROUP = 16
 _MIN_CAPABILITY = (8, 0)
 _SOURCE = Path(__file__).with_name("decode_attention.cu")
 _TUNED = Path(__file__).with_name("configs.json")
-_MAX_SPLITS = 128
 _MAX_LAUNCHES = 64  # layouts that are remembered with the same tiles
 _ENTRY_BYTES = 128  # what the copies of one table entry take in shared memory
 
@@ -220,7 +222,7 @@ def choose_splits(heads: int, tiles: int, config: CudaConfig, multiprocessors: i
         rounds = math.ceil(units / splits / config.warps)
         return waves * (2 + rounds) + 0.02 * splits
 
-    return min(range(1, max(1, min(units, _MAX_SPLITS)) + 1), key=cost)
+    return min(range(1, max(1, min(units, MAX_SPLITS)) + 1), key=cost)
 
 
 class _Plan:
@@ -285,6 +287,26 @@ class _Plan:
         fields = [*pools, *([identity[part] for identity in identities] for part in range(3))]
         self.ends = [value for field in fields for value in field or [0]]
         self._held += [tensor for side in (keys, values) for tensor in (*side.pools.values(), *side.tables.values())]
+        self._sides = (keys, values)
+
+    def unit_costs(self) -> NDArray[np.float64] | None:
+        """``[B * H, units]`` cost of each unit of 64 tokens, zero where there is none; None where all are alike.
+
+        Reads the pages back if nobody has them on the host.
+        """
+        if self.obstacle is not None or not self.count:
+            return None
+        costs: NDArray[np.float64] = np.zeros(1)
+        for side, tiers in zip(self._sides, self.tiers, strict=True):
+            by_tier = np.zeros(129)
+            for tier, kind, _ in tiers:
+                by_tier[tier] = SIDE_COSTS[kind]
+            host = side.pages.cpu().numpy() if side.host_pages is None else side.host_pages
+            found = page_tiers(torch.from_numpy(host)).numpy()
+            costs = costs + by_tier[found]  # tier -1 is the last place: no page, no cost
+        if (costs == costs.flat[0]).all():
+            return None
+        return np.repeat(costs.reshape(-1, costs.shape[-1]), 2, axis=1)
 
 
 def _identity(table: Tensor) -> tuple[int, int, int]:
@@ -441,13 +463,24 @@ class _Launch:
         variant = _fitting_config(plan, query, group, config)
         assert variant is not None  # an obstacle otherwise
         self._device = variant.device
-        splits = splits or choose_splits(pairs, plan.count, variant.config, nvrtc.device_limits(self._device)[0])
-        self._kernel, self._grid = _kernel(variant), (splits, heads, batch)
+        multiprocessors = nvrtc.device_limits(self._device)[0]
+        costs = None if splits else plan.unit_costs()
+        self._work = None  # a list of blocks where units cost differently
+        if costs is not None:
+            slots = multiprocessors * variant.config.blocks_per_sm
+            work = cut_rows(costs, heads, slots, variant.config.warps)
+            self._work = torch.from_numpy(work).to(query.device)
+            splits, blocks, self._grid = 1, len(work), (len(work), 1, 1)
+        else:
+            splits = splits or choose_splits(pairs, plan.count, variant.config, multiprocessors)
+            blocks, self._grid = pairs * splits, (splits, heads, batch)
+        self._kernel = _kernel(variant)
         self._output_shape = (batch, query_heads, 1, dim)
-        self._pairs, self._rows, self._dim = pairs, pairs * splits * 4 * variant.quads, dim
+        self._pairs, self._rows, self._dim = pairs, blocks * 4 * variant.quads, dim
         self._tiles = struct.pack("<5Q", *plan.pointers)
         self._end = struct.pack(
-            f"<8Q5if{len(plan.ends)}Q",
+            f"<9Q5if{len(plan.ends)}Q",
+            0 if self._work is None else self._work.data_ptr(),
             *query.stride()[:2],
             *exact.keys.stride()[:3],
             exact.visible.stride(0),

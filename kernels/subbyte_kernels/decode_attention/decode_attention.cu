@@ -114,9 +114,10 @@ struct Params {
     const float *sinks;            // [HQ] or null
     float *output;                 // [B, HQ, D]
     float *lse;                    // [B, HQ]
-    float *partial;                // [B H, splits, QUERIES, D]
-    float2 *partial_state;         // [B H, splits, QUERIES]
+    float *partial;                // [splits of all (row, head), QUERIES, D]
+    float2 *partial_state;         // [splits of all (row, head), QUERIES]
     u32 *arrived;                  // [B H], zero before and after
+    const int4 *work;              // [blocks, 2]: row, head, split, splits; first unit, end, first partial result; or null
     u64 query_row, query_head;     // strides in elements
     u64 exact_row, exact_head, exact_token;
     u64 visible_row, page_row, page_head;
@@ -510,12 +511,14 @@ struct Ahead {
     int key_page, value_page;
     u32 key_words[16], value_words[16], key_scales[4], value_scales[4];
 
-    DEVICE void start(const Params &p, const int *key_pages, const int *value_pages, int unit, int end, int lane) {
+    DEVICE void find(const int *key_pages, const int *value_pages, int unit, int end) {
         key_page = value_page = -1;
         if (unit < end) {
             key_page = key_pages[unit >> 1];
             value_page = value_pages[unit >> 1];
         }
+    }
+    DEVICE void load(const Params &p, int unit, int lane) {
         if (key_page >= 0) {
             prefetch_key(p, key_page, unit, key_words, lane);
             prefetch_value(p, value_page, unit, value_words, lane);
@@ -675,48 +678,53 @@ DEVICE void exact_step(const Params &p, Warp &warp, const Queries &query, const 
 
 // ---------------------------------------------------------------------------------------------- before and after
 
-// Copies of each entry side by side; 16 bytes a thread and step, all loads before the first store.
-template <int index, int entries, int dim> DEVICE void fill_table(const Params &p, int row, int head, u32 tables) {
-    constexpr int COUNT = (entries * 8 + THREADS - 1) / THREADS;
-    const u16 *from = p.table[index] + row * p.table_row[index] + head * p.table_head[index];
+// Copies of each entry side by side; 16 bytes a thread and step.
+template <int index, int entries, int dim> struct TableWords {
+    static constexpr int COUNT = (entries * 8 + THREADS - 1) / THREADS;
     u32 first[COUNT], second[COUNT];
-#pragma unroll
-    for (int n = 0; n < COUNT; ++n) {
-        const int i = threadIdx.x + n * THREADS;
-        if (i >= entries * 8) break;
-        const u32 *entry = reinterpret_cast<const u32 *>(from + (i >> 3) * dim);
-        first[n] = __ldg(entry);
-        second[n] = dim == 4 ? __ldg(entry + 1) : first[n];
-    }
-#pragma unroll
-    for (int n = 0; n < COUNT; ++n) {
-        const int i = threadIdx.x + n * THREADS;
-        if (i >= entries * 8) break;
-        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %1, %2};" :: "r"(tables + table_offset(index) + i * 16), "r"(first[n]), "r"(second[n]));
-    }
-}
-DEVICE void fill_tables(const Params &p, int row, int head) {
-    const u32 tables = tables_address();
-#define TABLE(index, entries, dim) fill_table<index, entries, dim>(p, row, head, tables);
-    TABLES
-#undef TABLE
-}
 
-// The group's queries, rotated, in units of their largest element.
-DEVICE void place_queries(const Params &p, int row, int head, int warp, int warps, int lane) {
-    constexpr int OWN = D / 32;
-    u16 *rotated = reinterpret_cast<u16 *>(shared + QUERY_AT);
-    float2 *factors = reinterpret_cast<float2 *>(shared + FACTOR_AT);
-    for (int query = warp; query < QUERIES; query += warps) {
+    DEVICE void load(const Params &p, int row, int head) {
+        const u16 *from = p.table[index] + row * p.table_row[index] + head * p.table_head[index];
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n) {
+            const int i = threadIdx.x + n * THREADS;
+            if (i >= entries * 8) break;
+            const u32 *entry = reinterpret_cast<const u32 *>(from + (i >> 3) * dim);
+            first[n] = __ldg(entry);
+            second[n] = dim == 4 ? __ldg(entry + 1) : first[n];
+        }
+    }
+    DEVICE void store(u32 tables) const {
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n) {
+            const int i = threadIdx.x + n * THREADS;
+            if (i >= entries * 8) break;
+            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %1, %2};" :: "r"(tables + table_offset(index) + i * 16), "r"(first[n]), "r"(second[n]));
+        }
+    }
+};
+
+// One of the group's queries, rotated, in units of its largest element; and its product with the mean.
+struct Placed {
+    static constexpr int OWN = D / 32;
+    float x[OWN], mean[OWN], signs[OWN];
+
+    DEVICE void load(const Params &p, int row, int head, int query, int lane) {
         const bool real = query < p.group;
         const u16 *from = p.query + row * p.query_row + (u64)(head * p.group + query) * p.query_head + lane * OWN;
-        float x[OWN], offset = 0.0f, largest = 0.0f;
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
-            const u16 bits = real ? from[i] : (u16)0;
-            x[i] = from_model(bits);
-            if (p.mean) offset += x[i] * p.mean[((u64)row * p.heads + head) * D + lane * OWN + i];
-            if (p.tiles) x[i] *= p.key_signs[lane * OWN + i];
+            x[i] = from_model(real ? from[i] : (u16)0);
+            mean[i] = p.mean ? p.mean[((u64)row * p.heads + head) * D + lane * OWN + i] : 0.0f;
+            signs[i] = p.key_signs[lane * OWN + i];
+        }
+    }
+    DEVICE void store(const Params &p, int query, int lane) {
+        float offset = 0.0f, largest = 0.0f;
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            offset += x[i] * mean[i];
+            x[i] *= signs[i];
         }
         hadamard(x, lane);
 #pragma unroll
@@ -727,12 +735,14 @@ DEVICE void place_queries(const Params &p, int row, int head, int warp, int warp
             offset += __shfl_xor_sync(FULL, offset, bit);
         }
         const float inverse = largest > 0.0f ? __fdividef(1.0f, largest) : 0.0f;
+        u16 *rotated = reinterpret_cast<u16 *>(shared + QUERY_AT) + query * D + lane * OWN;
 #pragma unroll
-        for (int i = 0; i < OWN; i += 2)
-            *reinterpret_cast<u32 *>(rotated + query * D + lane * OWN + i) = half2(x[i] * inverse, x[i + 1] * inverse);
-        if (lane == 0) factors[query] = make_float2(largest * INV_SQRT_D * p.scaling * LOG2E, offset * p.scaling * LOG2E);
+        for (int i = 0; i < OWN; i += 2) *reinterpret_cast<u32 *>(rotated + i) = half2(x[i] * inverse, x[i + 1] * inverse);
+        if (lane == 0)
+            reinterpret_cast<float2 *>(shared + FACTOR_AT)[query] =
+                make_float2(largest * INV_SQRT_D * p.scaling * LOG2E, offset * p.scaling * LOG2E);
     }
-}
+};
 
 // Softmax states of up to 32 parts, one a lane (-infinite where there is none): the weight of each part against the
 // largest maximum, which is returned; `total` becomes the weighted sum of denominators.
@@ -791,18 +801,24 @@ struct Sums {
     }
 };
 
-DEVICE void weigh_splits(const Params &p, const float2 *states, u64 at, int head, int index, int lane, float *weights, float *inverses) {
+DEVICE void weigh_splits(const Params &p, const float2 *states, int splits, u64 at, int head, int index, int lane, float *weights, float *inverses) {
     for (int query = index; query < p.group; query += WARPS) {
         const float sink = p.sinks ? p.sinks[head * p.group + query] * LOG2E : -INFINITE;
         float top = sink, total = 0.0f;
-        for (int split = lane; split < p.splits; split += 32) top = fmaxf(top, __ldcg(states + split * QUERIES + query).x);
+        float2 state[MAX_SPLITS / 32];
+#pragma unroll
+        for (int n = 0; n < MAX_SPLITS / 32; ++n) {
+            state[n] = make_float2(-INFINITE, 0.0f);
+            if (n * 32 + lane < splits) state[n] = __ldcg(states + (n * 32 + lane) * QUERIES + query);
+            top = fmaxf(top, state[n].x);
+        }
 #pragma unroll
         for (int bit = 1; bit < 32; bit <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL, top, bit));
-        for (int split = lane; split < p.splits; split += 32) {
-            const float2 state = __ldcg(states + split * QUERIES + query);
-            const float weight = state.x == -INFINITE ? 0.0f : exp2_fast(state.x - top);
-            weights[query * MAX_SPLITS + split] = weight;
-            total += weight * state.y;
+#pragma unroll
+        for (int n = 0; n < MAX_SPLITS / 32; ++n) {
+            const float weight = state[n].x == -INFINITE ? 0.0f : exp2_fast(state[n].x - top);
+            weights[query * MAX_SPLITS + n * 32 + lane] = weight;
+            total += weight * state[n].y;
         }
 #pragma unroll
         for (int bit = 1; bit < 32; bit <<= 1) total += __shfl_xor_sync(FULL, total, bit);
@@ -814,12 +830,12 @@ DEVICE void weigh_splits(const Params &p, const float2 *states, u64 at, int head
     }
 }
 
-DEVICE void merge_splits(const Params &p, int pair, int head, int row, int index, int lane) {
+DEVICE void merge_splits(const Params &p, u64 first_partial, int splits, int head, int row, int index, int lane) {
     constexpr int COLUMNS = Sums::COLUMNS, SHARES = Sums::SHARES;
     float *weights = reinterpret_cast<float *>(shared);  // [QUERIES][MAX_SPLITS]
     float *inverses = weights + QUERIES * MAX_SPLITS;
     float4 *shares = reinterpret_cast<float4 *>(inverses + QUERIES);
-    const float4 *sums = reinterpret_cast<const float4 *>(p.partial + (u64)pair * p.splits * QUERIES * D);
+    const float4 *sums = reinterpret_cast<const float4 *>(p.partial + first_partial * QUERIES * D);
     const int share = threadIdx.x / COLUMNS, first = threadIdx.x % COLUMNS;
     const u64 at = ((u64)row * p.heads + head) * p.group;
     Sums loaded;
@@ -829,13 +845,13 @@ DEVICE void merge_splits(const Params &p, int pair, int head, int row, int index
         const bool mine = query < p.group && share < SHARES;
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
-        for (int from = 0; from < p.splits; from += Sums::AHEAD * SHARES) {
-            if (mine) loaded.load(sums + column, from + share, p.splits);
+        for (int from = 0; from < splits; from += Sums::AHEAD * SHARES) {
+            if (mine) loaded.load(sums + column, from + share, splits);
             if (column == first && from == 0) {
-                weigh_splits(p, p.partial_state + (u64)pair * p.splits * QUERIES, at, head, index, lane, weights, inverses);
+                weigh_splits(p, p.partial_state + first_partial * QUERIES, splits, at, head, index, lane, weights, inverses);
                 __syncthreads();
             }
-            if (mine) loaded.add(sum, weights + query * MAX_SPLITS, from + share, p.splits);
+            if (mine) loaded.add(sum, weights + query * MAX_SPLITS, from + share, splits);
         }
         if (SHARES > 1) {
             if (share < SHARES) shares[threadIdx.x] = sum;
@@ -859,14 +875,27 @@ DEVICE void merge_splits(const Params &p, int pair, int head, int row, int index
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(const __grid_constant__ Params p) {
-    const int split = blockIdx.x, head = blockIdx.y, row = blockIdx.z, pair = row * p.heads + head;
     // the shuffle tells the compiler that all lanes of a warp agree
     const int index = __shfl_sync(FULL, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+    // a grid of (splits, heads, rows) cuts all rows alike; where tiles cost differently, the host has made a list
+    int split = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
+    u32 splits = p.splits, first_unit = 2u * p.tiles * split / splits, end = 2u * p.tiles * (split + 1) / splits;
+    u64 first_partial = (u64)(row * p.heads + head) * splits;
+    if (p.work) {
+        const int4 where = __ldg(p.work + 2 * blockIdx.x), what = __ldg(p.work + 2 * blockIdx.x + 1);
+        row = where.x;
+        head = where.y;
+        split = where.z;
+        splits = where.w;
+        first_unit = what.x;
+        end = what.y;
+        first_partial = what.z;
+    }
+    const int pair = row * p.heads + head;
 
     // work of this block: steps of 16 exact tokens, then units of packed ones, dealt out to the warps in turn
-    const u32 exact_steps = (p.exact + 15) / 16, units = 2 * p.tiles, splits = p.splits;
+    const u32 exact_steps = (p.exact + 15) / 16;
     const int first_step = exact_steps * split / splits, steps = exact_steps * (split + 1) / splits - first_step;
-    const int first_unit = units * split / splits, end = units * (split + 1) / splits;
     const int exact_rows = min(steps, WARPS);
     const int unit = first_unit + (index + WARPS - steps % WARPS) % WARPS;
     const int *key_pages = p.key_pages + row * p.page_row + head * p.page_head;
@@ -876,20 +905,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
     warp.g = lane >> 2;
     warp.t = lane & 3;
     warp.clear();
-    // everything that has to come from memory is asked for first
+    // everything that has to come from memory is asked for first, and addresses that are themselves loaded come last
+    constexpr int PLACED = (QUERIES + WARPS - 1) / WARPS;
     Ahead ahead;
-    if (p.tiles) ahead.start(p, key_pages, value_pages, unit, end, lane);
+    Placed placed[PLACED];
+    ExactTokens tokens;
+    Queries query;
     const u16 *keys = p.exact_key + row * p.exact_row + head * p.exact_head;
     const u16 *values = p.exact_value + row * p.exact_row + head * p.exact_head;
     const unsigned char *visible = p.visible + row * p.visible_row;
-    ExactTokens tokens;
-    Queries query;
+#define TABLE(index, entries, dim) TableWords<index, entries, dim> table_##index;
+    TABLES
+#undef TABLE
+    if (p.tiles) {
+        ahead.find(key_pages, value_pages, unit, end);
+#pragma unroll
+        for (int n = 0; n < PLACED; ++n)
+            if (n * WARPS + index < QUERIES) placed[n].load(p, row, head, n * WARPS + index, lane);
+#define TABLE(index, entries, dim) table_##index.load(p, row, head);
+        TABLES
+#undef TABLE
+    }
     if (index < exact_rows) {
         tokens.load(p, keys, values, visible, 16 * (first_step + index), lane);
         load_queries(query, p.query + row * p.query_row + (u64)head * p.group * p.query_head, p.query_head, p.group, warp.g, warp.t);
     }
-    if (p.tiles) fill_tables(p, row, head);
-    // exact tokens need neither tables nor rotated queries, so they go first, while the other warps prepare the queries
+    if (p.tiles) {
+        ahead.load(p, unit, lane);
+        const u32 tables = tables_address();
+#define TABLE(index, entries, dim) table_##index.store(tables);
+        TABLES
+#undef TABLE
+        (void)tables;
+#pragma unroll
+        for (int n = 0; n < PLACED; ++n)
+            if (n * WARPS + index < QUERIES) placed[n].store(p, n * WARPS + index, lane);
+    }
+    // exact tokens need neither tables nor rotated queries
     if (index < exact_rows) {
         warp.largest = 1.0f;
         for (int step = index; step < steps; step += WARPS) {
@@ -900,8 +952,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
         warp.clear();
     }
     if (p.tiles) {
-        const int idle = exact_rows < WARPS ? exact_rows : 0;
-        if (index >= idle) place_queries(p, row, head, index - idle, WARPS - idle, lane);
         __syncthreads();
         packed_units(p, warp, ahead, key_pages, value_pages, unit, end);
     }
@@ -923,7 +973,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
 #pragma unroll
         for (int i = 0; i < OWN; ++i)
             x[i] = (p.tiles ? x[i] * p.value_signs[lane * OWN + i] * INV_SQRT_D * packed_weight : 0.0f) + y[i] * exact_weight;
-        const u64 at = ((u64)pair * splits + split) * QUERIES + query;
+        const u64 at = (first_partial + split) * QUERIES + query;
 #pragma unroll
         for (int i = 0; i < OWN; ++i) p.partial[at * D + lane * OWN + i] = x[i];
         if (lane == 0) p.partial_state[at] = make_float2(both, total);
@@ -940,5 +990,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
         __threadfence();
         if (threadIdx.x == 0) p.arrived[pair] = 0;
     }
-    merge_splits(p, pair, head, row, index, lane);
+    merge_splits(p, first_partial, splits, head, row, index, lane);
 }
