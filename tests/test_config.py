@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from hf_subbyte_moe import ops
 from hf_subbyte_moe.config import (
+    BACKENDS,
     BUDGET_POLICIES,
     CODEBOOKS,
     CONFIG_VERSION,
@@ -183,3 +185,7 @@ def test_reading_does_not_change_the_dictionary() -> None:
     options = {"version": 1, "kv_cache": {"bits": 3}}
     SubByteConfig.from_dict(options)
     assert options == {"version": 1, "kv_cache": {"bits": 3}}
+
+
+def test_backends_are_those_of_the_kernels() -> None:
+    assert BACKENDS == ops.BACKENDS

@@ -279,6 +279,7 @@ class PackedRows:
     def _pack(self, row: int, key: Tensor, value: Tensor, tiers: TierChoice) -> None:
         """Quantize whole tiles ``[H, n * 128, D]`` of a row in ``[n, H, 2]`` tiers and append them."""
         first = int(self.store.counts[row])
+        self._packed = None  # it would keep pools that are about to grow
         self.codecs.fit(row, key, value, freeze=True)
         self.store.extend(row, len(tiers))
         for side, states in ((KEYS, key), (VALUES, value)):
@@ -314,7 +315,7 @@ class PackedRows:
             sides.append(
                 PackedTiles(
                     pages=self.store.pages(side)[rows],
-                    host_pages=self.store.host_pages(side)[rows],
+                    host_pages=self.store.host_pages(side, rows),
                     pools=pools,
                     formats={tier: codec_of(tier).format for tier in pools},
                     tables=self.codecs.tables(side, row),
@@ -369,6 +370,7 @@ class PackedRows:
 
     def crop(self, row: int, length: int) -> None:
         """Shorten a row; what is left of a tile that is cut comes back into the window, with its error."""
+        self._packed = None
         first, sinks = int(self.first_recent()[row]), self._config.sinks
         if length < first:
             tiles = max(0, (length - sinks) // TILE_TOKENS)
@@ -417,7 +419,7 @@ class PackedRows:
 
     def select_rows(self, rows: Ints) -> None:
         """Keep, reorder or repeat rows; everything that belongs to a row moves with it."""
-        self._ahead = None
+        self._ahead = self._packed = None
         on_device = torch.from_numpy(rows).to(self.window.keys.device)
         self.window.select_rows(on_device)
         self.codecs.select_rows(on_device)
@@ -441,7 +443,7 @@ class PackedRows:
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Inverse of :meth:`state`, into rows that hold nothing yet."""
-        self._ahead = None
+        self._ahead = self._packed = None
         self.lengths = state["lengths"].cpu().numpy()
         self.window.keys, self.window.values = state["window.keys"], state["window.values"]
         self.store.load_state(state)

@@ -114,9 +114,9 @@ class TileStore:
         longest = int(self.counts.max(initial=0))
         return self._device_pages[side, :, :, :longest]
 
-    def host_pages(self, side: int) -> Pages:
-        """:meth:`pages` on the host, a copy."""
-        pages: Pages = self._pages[side, :, :, : int(self.counts.max(initial=0))].copy()
+    def host_pages(self, side: int, rows: slice) -> Pages:
+        """:meth:`pages` of some rows on the host, a copy."""
+        pages: Pages = self._pages[side, rows, :, : int(self.counts.max(initial=0))].copy()
         return pages
 
     def pools(self, side: int) -> dict[int, Tensor]:

@@ -139,7 +139,7 @@ _KERNEL_KINDS = {
 
 def kernel_kind(fmt: TileFormat) -> str | None:
     """The CUDA kernels' name for a layout, None if they have no path for it."""
-    if not (fmt.rotated and fmt.centred) or fmt.token_outliers:
+    if not (fmt.rotated and fmt.centred) or fmt.token_outliers or fmt.entries not in (0, 1 << fmt.code_bits):
         return None
     return _KERNEL_KINDS.get((fmt.encoding, fmt.code_bits, fmt.vector_dim))
 

@@ -5,7 +5,7 @@ Both come with a CUDA build of PyTorch; ``cuda-bindings`` makes them callable.
 
 import ctypes
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,28 @@ try:
 except ImportError:
     driver = nvrtc = None
 
-NOT_INSTALLED = "cuda-bindings is not installed (pip install hf-subbyte-moe[cuda])"
+_broken: dict[int, str] = {}  # device -> why a kernel could not be built
 
 
-def available() -> bool:
-    """Whether kernels can be compiled here."""
-    return driver is not None
+class BuildError(RuntimeError):
+    """A kernel cannot be compiled or loaded."""
+
+
+def obstacle(device: int) -> str | None:
+    """Why no kernel can be built for a device, or None."""
+    return _broken.get(device) or _missing(device)
+
+
+@cache
+def _missing(device: int) -> str | None:
+    if driver is None:
+        return "cuda-bindings is not installed (pip install hf-subbyte-moe[cuda])"
+    major, minor = capability(device)
+    try:
+        known = checked(nvrtc.nvrtcGetSupportedArchs())
+    except RuntimeError as problem:  # the library is not there, or not the one that cuda-bindings wants
+        return f"NVRTC cannot be used: {problem}"
+    return None if 10 * major + minor in known else f"NVRTC does not know compute capability {major}.{minor}"
 
 
 def checked(result: tuple[Any, ...]) -> Any:
@@ -46,7 +62,7 @@ def compile_source(source: str, name: str, architecture: str) -> bytes:
         architecture: for example "sm_90".
 
     Raises:
-        RuntimeError: it does not compile; with the compiler's log.
+        BuildError: it does not compile; with the compiler's log.
     """
     program = checked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []))
     try:
@@ -55,7 +71,7 @@ def compile_source(source: str, name: str, architecture: str) -> bytes:
         if int(code):
             log = bytes(checked(nvrtc.nvrtcGetProgramLogSize(program)))
             checked(nvrtc.nvrtcGetProgramLog(program, log))
-            raise RuntimeError(f"{name} does not compile:\n{log.decode(errors='replace')}")
+            raise BuildError(f"{name} does not compile:\n{log.decode(errors='replace')}")
         binary = bytes(checked(nvrtc.nvrtcGetCUBINSize(program)))
         checked(nvrtc.nvrtcGetCUBIN(program, binary))
         return binary
@@ -98,16 +114,23 @@ class Kernel:
             device: CUDA device.
             threads: threads of a block.
             shared: bytes of dynamic shared memory of a block.
+
+        Raises:
+            BuildError: it cannot be compiled or loaded; from then on :func:`obstacle` says so for the device.
         """
         text = "".join(f"#define {name} {value}\n" for name, value in defined.items()) + source.read_text()
         self._device, self._threads, self._shared = device, threads, shared
         with torch.cuda.device(device):
             torch.cuda.current_blas_handle()  # the driver's context of this device exists and is current from here on
-            binary = compile_source(text, source.name, "sm_{}{}".format(*capability(device)))
-            self._module = checked(driver.cuModuleLoadData(binary))
-            self._function = checked(driver.cuModuleGetFunction(self._module, function.encode()))
-            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            checked(driver.cuFuncSetAttribute(self._function, limit, shared))
+            try:
+                binary = compile_source(text, source.name, "sm_{}{}".format(*capability(device)))
+                self._module = checked(driver.cuModuleLoadData(binary))
+                self._function = checked(driver.cuModuleGetFunction(self._module, function.encode()))
+                limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                checked(driver.cuFuncSetAttribute(self._function, limit, shared))
+            except RuntimeError as problem:
+                _broken[device] = f"{source.name} could not be built ({problem})"
+                raise BuildError(_broken[device]) from problem
 
     def launch(self, grid: tuple[int, int, int], params: bytes, stream: int) -> None:
         """Launch on a stream of the kernel's device; ``params`` are copied before the call returns."""

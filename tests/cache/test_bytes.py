@@ -1,5 +1,7 @@
 """Measured bytes equal the formula, and the promised sizes hold; case A12."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -7,8 +9,12 @@ import torch
 from torch import Tensor
 
 from hf_subbyte_moe.accounting import LayerGeometry, layer_bytes, pool_capacity, tiles_of
+from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.codecs import codecs, get_codec
+from hf_subbyte_moe.compat import CACHE_KW
+from hf_subbyte_moe.patching import use_packed_attention
 from support.layers import make_layer, put, states
+from support.models import prompt, tiny_model
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model did not call:UserWarning")
@@ -92,3 +98,18 @@ def test_vq175_measured_at_16k() -> None:
     plain = key.nbytes + value.nbytes
     assert layer.allocated_bytes() <= 0.15 * plain
     assert layer.allocated_bytes() <= 0.29 * plain / 2
+
+
+def test_a12_pools_that_grew_leave_nothing_behind() -> None:
+    model = tiny_model("mixtral")
+    use_packed_attention(model)
+    cache = EntropySubbyteCache(model.config, policy="uniform:vq2", window=8, sinks=2)
+    ids = prompt(1800)
+    with torch.no_grad():
+        model(ids[:, :600], **{CACHE_KW: cache})
+        layer = cache.packed_layers[0]
+        old = weakref.ref(layer.rows.packed().values.pools[7])
+        model(ids[:, 600:1200], **{CACHE_KW: cache})  # attends to the tiles, then packs more
+    gc.collect()
+    assert old() is None
+    assert layer.rows.packed().values.pools[7].shape[0] > 2

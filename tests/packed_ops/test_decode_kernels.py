@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_subbyte_moe.codecs import get_codec
-from subbyte_kernels.decode_attention import AttentionResult, AttentionTiles, ExactTokens
+from subbyte_kernels.decode_attention import AttentionResult, AttentionTiles, ExactTokens, cuda_kernel
 from subbyte_kernels.formats import NO_PAGE, TILE_TOKENS, PackedTiles, make_page
 from subbyte_kernels.lanes import Order
 from support.packing import gaussian, generator, packed_side
@@ -279,10 +279,10 @@ def test_rows_without_tiles_and_rows_that_see_nothing(kernel: Kernel) -> None:
     assert torch.isfinite(result.lse[:3]).all()
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("splits", [1, 2, 3, 8, 16, None])
 @pytest.mark.parametrize("poison", [torch.nan, 1e30])
 def test_neither_splits_nor_leftover_memory_matter(
-    kernel: Kernel, splits: int, poison: float, monkeypatch: pytest.MonkeyPatch
+    kernel: Kernel, splits: int | None, poison: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(heads=1, counts=(3, 0))
     case.exact.visible[1] = False
@@ -295,6 +295,8 @@ def test_neither_splits_nor_leftover_memory_matter(
 
         return made
 
+    cuda_kernel._plans.clear()  # the CUDA kernel keeps its scratch between calls
+    cuda_kernel._partial.cache_clear()
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
     result = case.run(kernel, splits=splits)

@@ -5,9 +5,17 @@ import torch
 
 from hf_subbyte_moe.codecs import codecs, get_codec
 from hf_subbyte_moe.codecs.rotation import rotation_signs
+from subbyte_kernels import nvrtc
+from subbyte_kernels import pack_tiles as pack_module
 from subbyte_kernels.formats import TILE_TOKENS, kernel_kind
-from subbyte_kernels.lanes import Order, unpack_tile_codes
-from subbyte_kernels.pack_tiles import pack_obstacle, pack_tiles_cuda, pack_tiles_reference, unpack_tiles_reference
+from subbyte_kernels.lanes import Order, pack_tile_codes, unpack_tile_codes
+from subbyte_kernels.pack_tiles import (
+    pack_obstacle,
+    pack_tiles,
+    pack_tiles_cuda,
+    pack_tiles_reference,
+    unpack_tiles_reference,
+)
 from support.packing import CPU, gaussian, pack_table, rotation, unpack_table
 
 
@@ -27,6 +35,60 @@ def test_tensors_on_a_cpu_are_refused() -> None:
     assert pack_obstacle(tiles, get_codec("vq2").format, rotation_signs(64, CPU)) == (
         "the tensors lie on cpu, not on a CUDA device"
     )
+
+
+def kernel_words(codes: torch.Tensor, bits: int, order: Order) -> torch.Tensor:
+    """What ``pack_tiles.cu`` computes in ``code_of`` and ``word_of``, for one tile's codes ``[128, C]``."""
+    each = codes.shape[1] // (4 if order is Order.KEYS else 8)
+    stream = codes.numel() * bits // 32 // 64
+    vector = next(size for size in (4, 2, 1) if stream % size == 0)
+    whole, block_words = 32 // bits, {7: 7, 6: 3, 8: 1}[bits]
+    spare, block_codes = 32 - whole * bits, block_words * 32 // bits
+    table = codes.tolist()
+
+    def code_of(unit: int, lane: int, place: int) -> int:
+        (g, t), (owned, within) = divmod(lane, 4), divmod(place, each)
+        token = unit * 64 + (8 * owned + g if order is Order.KEYS else 4 * owned + t)
+        return int(table[token][(t if order is Order.KEYS else g) * each + within])
+
+    def word_of(unit: int, lane: int, word: int) -> int:
+        block, within = divmod(word, block_words)
+        first, packed = block * block_codes, 0
+        for i in range(whole):
+            packed |= code_of(unit, lane, first + within * whole + i) << (i * bits)
+        extra = sum(
+            code_of(unit, lane, first + block_words * whole + i) << (i * bits)
+            for i in range(block_codes - block_words * whole)
+        )
+        return (packed | extra >> (within * spare) << (32 - spare)) & 0xFFFFFFFF if spare else packed
+
+    words = []
+    for i in range(64 * stream):
+        unit, rest = divmod(i, 32 * stream)
+        words.append(word_of(unit, rest // vector % 32, rest // (32 * vector) * vector + rest % vector))
+    return torch.tensor(words)
+
+
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize(("bits", "vector_dim"), [(7, 4), (8, 4), (6, 2), (8, 2), (6, 1)])
+def test_the_kernel_places_words_as_the_layout_says(bits: int, vector_dim: int, order: Order) -> None:
+    codes = torch.randint(0, 1 << bits, (1, TILE_TOKENS, 64 // vector_dim), dtype=torch.int32)
+    expected = pack_tile_codes(codes, bits, order, 64)[0].to(torch.int64) & 0xFFFFFFFF
+    assert torch.equal(kernel_words(codes[0], bits, order), expected)
+
+
+def test_where_the_kernel_cannot_be_built_the_reference_packs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise nvrtc.BuildError("no compiler here")
+
+    monkeypatch.setattr(pack_module, "pack_obstacle", lambda *arguments: None)
+    monkeypatch.setattr(pack_module, "pack_tiles_cuda", broken)
+    codec, tiles = get_codec("vq2"), gaussian(1, TILE_TOKENS, 64, seed=5)
+    given = (tiles, codec.format, pack_table(codec, tiles), rotation(64), None, Order.KEYS)
+    assert torch.equal(pack_tiles(*given, rotation_signs(64, CPU)), pack_tiles_reference(*given))
+    assert "no compiler here" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -55,6 +55,8 @@ def cut_rows(unit_costs: NDArray[np.float64], heads: int, slots: int, warps: int
     most = np.clip(-(-units // warps), 1, MAX_SPLITS)  # a unit for each warp
     best: tuple[float, NDArray[np.int64]] | None = None
     for wave in range(1, _WAVES + 1):
+        if best is not None and slots * wave <= len(costs):
+            continue  # still one block each
         counts = _counts(costs, most, slots * wave)
         times = np.repeat(costs / counts / warps + _FIXED_ROUNDS, counts)
         makespan = _makespan(times, slots)
@@ -62,14 +64,16 @@ def cut_rows(unit_costs: NDArray[np.float64], heads: int, slots: int, warps: int
             best = makespan, counts
     assert best is not None
     counts = best[1]
-    blocks, first = [], 0
-    for pair, splits in enumerate(counts.tolist()):
-        last = int(units[pair])
-        edges = np.searchsorted(prefix[pair], costs[pair] / splits * np.arange(1, splits), side="left") + 1
-        edges = np.concatenate([[0], np.minimum(edges, last), [last]])
-        row, head = divmod(pair, heads)
-        blocks += [(row, head, split, splits, edges[split], edges[split + 1], first, 0) for split in range(splits)]
-        first += splits
-    made = np.array(blocks, dtype=np.int32)
-    order = np.argsort(-(costs / counts)[made[:, 0] * heads + made[:, 1]], kind="stable")
-    return made[order]
+    pair = np.repeat(np.arange(len(costs)), counts)
+    first = np.repeat(counts.cumsum() - counts, counts)
+    split = np.arange(len(pair)) - first
+    starts, ends = np.zeros(len(pair), dtype=np.int64), units[pair]
+    for cut in np.flatnonzero(counts > 1).tolist():
+        places = slice(int(counts[:cut].sum()), int(counts[: cut + 1].sum()))
+        targets = costs[cut] / counts[cut] * np.arange(1, counts[cut])
+        edges = np.minimum(np.searchsorted(prefix[cut], targets, side="left") + 1, units[cut])
+        starts[places][1:], ends[places][:-1] = edges, edges
+    columns = (pair // heads, pair % heads, split, counts[pair], starts, ends, first, np.zeros_like(pair))
+    made = np.stack(columns, axis=1)
+    order = np.argsort(-(costs / counts)[pair], kind="stable")
+    return made[order].astype(np.int32)

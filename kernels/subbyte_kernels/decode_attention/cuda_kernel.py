@@ -2,7 +2,7 @@
 
 A kernel is made once for each combination of head dimension, group, dtype and tiers, in about a second; it needs no
 compiler on the machine, only the two libraries that come with a CUDA build of PyTorch. Launching allocates the output
-and reads nothing back, so a call can be captured in a CUDA graph.
+and reads nothing back, so a call that was made before can be captured in a CUDA graph.
 
 Between two flushes every decode step is the same call with other tensors, so what the checks of the first one found
 stays with the tiles: ``repeat_attention_cuda`` only fills in addresses.
@@ -11,7 +11,7 @@ stays with the tiles: ``repeat_attention_cuda`` only fills in addresses.
 import json
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ _MIN_CAPABILITY = (8, 0)
 _SOURCE = Path(__file__).with_name("decode_attention.cu")
 _TUNED = Path(__file__).with_name("configs.json")
 _MAX_LAUNCHES = 64  # layouts that are remembered with the same tiles
+_EVEN = 1.25  # longest row against the mean: up to here one cut for all rows wastes little
 _ENTRY_BYTES = 128  # what the copies of one table entry take in shared memory
 
 
@@ -86,8 +87,9 @@ def cuda_obstacle(
     del sink_logits
     if not query.is_cuda:
         return f"the tensors lie on {query.device}, not on a CUDA device"
-    if not nvrtc.available():
-        return nvrtc.NOT_INSTALLED
+    missing = nvrtc.obstacle(query.device.index)
+    if missing is not None:
+        return missing
     if nvrtc.capability(query.get_device()) < _MIN_CAPABILITY:
         return "the GPU is older than compute capability 8.0"
     if query.shape[2] != 1:
@@ -97,7 +99,8 @@ def cuda_obstacle(
         return f"it takes head dimensions {_HEAD_DIMS} for keys and values alike, not {dim}/{exact.values.shape[-1]}"
     if group > _MAX_GROUP:
         return f"it takes at most {_MAX_GROUP} query heads for a KV head, not {group}"
-    if query.dtype not in (torch.float16, torch.bfloat16) or exact.keys.dtype != query.dtype:
+    dtypes = {query.dtype, exact.keys.dtype, exact.values.dtype}
+    if len(dtypes) > 1 or not dtypes <= {torch.float16, torch.bfloat16}:
         return f"it takes fp16 and bf16, not {query.dtype}"
     if softcap is not None:
         return "it has no softcap"
@@ -254,10 +257,10 @@ class _Plan:
         if len(tiles.keys) != 1 or tiles.values.mean is not None:
             self.obstacle = "it takes one part of keys, and values without a mean"
             return
-        keys, values = tiles.keys[0], tiles.values
-        self.obstacle = _side_obstacle(keys, Order.KEYS) or _side_obstacle(values, Order.VALUES)
+        self._sides = tuple(_used(side) for side in (tiles.keys[0], tiles.values))
+        self.obstacle = _side_obstacle(self._sides[0], Order.KEYS) or _side_obstacle(self._sides[1], Order.VALUES)
         if self.obstacle is None:
-            self._read(keys, values)
+            self._read(*self._sides)
 
     def _read(self, keys: PackedTiles, values: PackedTiles) -> None:
         pages = [keys.pages, values.pages]
@@ -287,10 +290,14 @@ class _Plan:
         fields = [*pools, *([identity[part] for identity in identities] for part in range(3))]
         self.ends = [value for field in fields for value in field or [0]]
         self._held += [tensor for side in (keys, values) for tensor in (*side.pools.values(), *side.tables.values())]
-        self._sides = (keys, values)
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """Keep a tensor as long as the tiles."""
+        self._held.append(tensor)
+        return tensor
 
     def unit_costs(self) -> NDArray[np.float64] | None:
-        """``[B * H, units]`` cost of each unit of 64 tokens, zero where there is none; None where all are alike.
+        """``[B * H, units]`` cost of each unit of 64 tokens, zero where there is none; None where rows are alike.
 
         Reads the pages back if nobody has them on the host.
         """
@@ -304,9 +311,24 @@ class _Plan:
             host = side.pages.cpu().numpy() if side.host_pages is None else side.host_pages
             found = page_tiers(torch.from_numpy(host)).numpy()
             costs = costs + by_tier[found]  # tier -1 is the last place: no page, no cost
-        if (costs == costs.flat[0]).all():
+        present = costs[costs > 0]
+        lengths = (costs > 0).sum(-1)
+        if (present == costs.max()).all() and lengths.max() <= _EVEN * lengths.mean():
             return None
         return np.repeat(costs.reshape(-1, costs.shape[-1]), 2, axis=1)
+
+
+def _used(side: PackedTiles) -> PackedTiles:
+    """A side with the pools of those tiers alone that its pages name, in order: fewer and smaller kernels."""
+    named = sorted(side.pools)
+    if side.host_pages is not None:
+        named = [tier for tier in page_tiers(torch.from_numpy(side.host_pages)).unique().tolist() if tier >= 0]
+    return replace(
+        side,
+        pools={tier: side.pools[tier] for tier in named},
+        formats={tier: side.formats[tier] for tier in named},
+        tables={tier: table for tier, table in side.tables.items() if tier in named},
+    )
 
 
 def _identity(table: Tensor) -> tuple[int, int, int]:
@@ -350,7 +372,7 @@ def _fitting_config(plan: _Plan, query: Tensor, group: int, config: CudaConfig |
     heads = query.shape[0] * query.shape[1] // group
     config = config or choose_config(device, heads, plan.count)
     limit = nvrtc.device_limits(device)[1]
-    for fewer in (config, CudaConfig(8, 1), CudaConfig(4, 1)):
+    for fewer in (config, CudaConfig(12, 1), CudaConfig(8, 1), CudaConfig(4, 1)):
         variant = _variant(plan, query, group, fewer)
         if fewer.warps <= config.warps and variant.shared_bytes <= limit:
             return variant
@@ -384,6 +406,7 @@ def decode_attention_cuda(
 
     Raises:
         ValueError: the kernel cannot compute this call; says why.
+        BuildError: the kernel cannot be built here.
     """
     made = repeat_attention_cuda(query, exact, tiles, scaling, softcap, sink_logits, splits, config)
     if made is not None:
@@ -391,8 +414,10 @@ def decode_attention_cuda(
     obstacle = cuda_obstacle(query, exact, tiles, softcap, sink_logits)
     if obstacle is not None:
         raise ValueError(f"the cuda kernel cannot compute this attention: {obstacle}")
+    if splits is not None and not 1 <= splits <= MAX_SPLITS:
+        raise ValueError(f"splits={splits} is not possible: from 1 to {MAX_SPLITS}")
     plan = _plan(tiles)
-    query, exact = _unit_strides(query, exact)
+    query, exact = _aligned(query, exact)
     launch = _Launch(plan, query, exact, scaling, splits, config)
     if len(plan.launches) >= _MAX_LAUNCHES:
         plan.launches.clear()
@@ -429,20 +454,34 @@ def _layout(
 ) -> _Layout:
     """All that the checks and the parameters of a call depend on, next to its tiles and addresses."""
     keys, values, visible = exact.keys, exact.values, exact.visible
-    devices_and_dtypes = (query.get_device(), query.dtype, keys.dtype)
+    devices_and_dtypes = (query.get_device(), query.dtype, keys.dtype, values.dtype, visible.dtype)
+    places = (query.data_ptr() & 3, keys.data_ptr() & 15, values.data_ptr() & 15)
     shapes = (query.shape, keys.shape, values.shape)
     strides = (query.stride(), keys.stride(), values.stride(), visible.stride())
-    return devices_and_dtypes, shapes, strides, scaling, splits, config
+    return devices_and_dtypes, places, shapes, strides, scaling, splits, config
 
 
-def _unit_strides(query: Tensor, exact: ExactTokens) -> tuple[Tensor, ExactTokens]:
-    """The same tensors as the kernel can read them; copies where they lie otherwise."""
-    query = query if query.stride(-1) == 1 else query.contiguous()
+def _aligned(query: Tensor, exact: ExactTokens) -> tuple[Tensor, ExactTokens]:
+    """The same tensors as the kernel can read them, copied where they lie otherwise.
+
+    The last axis must be dense; keys and values must lie alike and start at multiples of 16 bytes, queries of 4.
+    """
     keys, values = exact.keys, exact.values
-    if keys.stride(-1) != 1 or keys.stride() != values.stride():
-        keys, values = keys.contiguous(), values.contiguous()
+    if query.stride(-1) != 1 or not _is_multiple(query, 4):
+        query = query.clone(memory_format=torch.contiguous_format)
+    if (
+        keys.stride(-1) != 1
+        or keys.stride() != values.stride()
+        or not (_is_multiple(keys, 16) and _is_multiple(values, 16))
+    ):
+        keys, values = (states.clone(memory_format=torch.contiguous_format) for states in (keys, values))
     visible = exact.visible if exact.visible.stride(-1) == 1 else exact.visible.contiguous()
     return query, ExactTokens(keys, values, visible)
+
+
+def _is_multiple(states: Tensor, unit: int) -> bool:
+    """Whether every vector of a tensor starts at a multiple of ``unit`` bytes."""
+    return not any(place % unit for place in (states.data_ptr(), *(2 * stride for stride in states.stride()[:-1])))
 
 
 class _Launch:
@@ -461,7 +500,8 @@ class _Launch:
         heads = exact.keys.shape[1]
         group, pairs = query_heads // heads, batch * heads
         variant = _fitting_config(plan, query, group, config)
-        assert variant is not None  # an obstacle otherwise
+        if variant is None:
+            raise ValueError("the tables of so many tiers do not fit into shared memory with this configuration")
         self._device = variant.device
         multiprocessors = nvrtc.device_limits(self._device)[0]
         costs = None if splits else plan.unit_costs()
@@ -469,7 +509,7 @@ class _Launch:
         if costs is not None:
             slots = multiprocessors * variant.config.blocks_per_sm
             work = cut_rows(costs, heads, slots, variant.config.warps)
-            self._work = torch.from_numpy(work).to(query.device)
+            self._work = plan.hold(torch.from_numpy(work).to(query.device, non_blocking=query.is_cuda))
             splits, blocks, self._grid = 1, len(work), (len(work), 1, 1)
         else:
             splits = splits or choose_splits(pairs, plan.count, variant.config, multiprocessors)
@@ -492,6 +532,7 @@ class _Launch:
         self._params = struct.Struct(f"<4Q{len(self._tiles)}s3Q24s{len(self._end)}s")
         self._shared: dict[int, bytes] = {}  # stream -> addresses of what its calls share
         self._captured: dict[tuple[int, int], bytes] = {}  # the same for a stream that captures a graph
+        self._held: list[tuple[Tensor, ...]] = []  # what these addresses point into
 
     def _share(self, stream: int) -> bytes:
         """Addresses of what the calls of a stream share, or of those that one CUDA graph captures on it."""
@@ -499,8 +540,12 @@ class _Launch:
         shared = self._captured.get((stream, capture))
         if shared is None:
             size = self._rows * (self._dim + 2)
-            partial = _partial(self._device, stream, capture, 1 << size.bit_length()).data_ptr()
-            arrived = _arrived(self._device, stream, capture, 1 << self._pairs.bit_length()).data_ptr()
+            held = (
+                _partial(self._device, stream, capture, 1 << size.bit_length()),
+                _arrived(self._device, stream, capture, 1 << self._pairs.bit_length()),
+            )
+            self._held.append(held)
+            partial, arrived = (tensor.data_ptr() for tensor in held)
             shared = struct.pack("<3Q", partial, partial + 4 * self._rows * self._dim, arrived)
             self._captured[stream, capture] = shared
         if not capture:
@@ -513,7 +558,7 @@ class _Launch:
         output = torch.empty(self._output_shape, dtype=torch.float32, device=device)
         lse = torch.empty(self._output_shape[:3], dtype=torch.float32, device=device)
         stream = _current_stream(self._device)
-        shared = self._shared.get(stream)
+        shared = None if torch.cuda.is_current_stream_capturing() else self._shared.get(stream)
         if shared is None:
             shared = self._share(stream)
         params = self._params.pack(

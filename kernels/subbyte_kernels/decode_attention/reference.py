@@ -10,7 +10,7 @@ and the sum over values is rotated back once.
 
 Keys may consist of parts that lie side by side (latent attention: the latent, and the rotary part of the key), each
 with its own tiles; the values may be one of these parts and are then decoded once. Tiers that are stored unrotated
-(``RAW``, ``FLOAT8``, ``SCALAR``) are brought into the rotated space after decoding. Everything is fp32.
+(``RAW``, ``SCALAR``) are brought into the rotated space after decoding. Everything is fp32.
 """
 
 from collections.abc import Iterator

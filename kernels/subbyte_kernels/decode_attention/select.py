@@ -22,6 +22,7 @@ from subbyte_kernels.decode_attention.reference import (
     decode_attention_reference,
 )
 from subbyte_kernels.decode_attention.triton_kernel import decode_attention_triton, triton_obstacle
+from subbyte_kernels.nvrtc import BuildError
 
 
 BACKENDS = ("auto", "cuda", "triton", "torch")
@@ -76,8 +77,13 @@ def decode_attention(
             continue
         reason = obstacle(query, exact, tiles, softcap, sink_logits)
         if reason is None:
-            _say_once(logging.INFO, f"decode attention runs in the fused {name} kernel")
-            return kernel(query, exact, tiles, scaling, softcap, sink_logits)
+            try:
+                made = kernel(query, exact, tiles, scaling, softcap, sink_logits)
+            except BuildError as problem:
+                reason = str(problem)
+            else:
+                _say_once(logging.INFO, f"decode attention runs in the fused {name} kernel")
+                return made
         if backend == name:
             raise ValueError(f"the {name} kernel cannot compute this attention: {reason}")
         reasons.append(f"{name}: {reason}")

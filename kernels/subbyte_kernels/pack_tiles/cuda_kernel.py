@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from subbyte_kernels import nvrtc
-from subbyte_kernels.formats import TILE_TOKENS, TileFormat, kernel_kind
+from subbyte_kernels.formats import TILE_TOKENS, Encoding, TileFormat, kernel_kind
 from subbyte_kernels.lanes import Order
 
 
@@ -16,7 +16,7 @@ _HEAD_DIMS = (64, 128)
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _SOURCE = Path(__file__).with_name("pack_tiles.cu")
 _THREADS = 256
-_MIN_CAPABILITY = (8, 9)  # the conversion to E4M3
+_MIN_CAPABILITY = {Encoding.FLOAT8: (8, 9)}  # the conversion to E4M3
 
 
 def pack_obstacle(states: Tensor, fmt: TileFormat, signs: Tensor | None) -> str | None:
@@ -29,10 +29,12 @@ def pack_obstacle(states: Tensor, fmt: TileFormat, signs: Tensor | None) -> str 
     """
     if not states.is_cuda:
         return f"the tensors lie on {states.device}, not on a CUDA device"
-    if not nvrtc.available():
-        return nvrtc.NOT_INSTALLED
-    if nvrtc.capability(states.device.index) < _MIN_CAPABILITY:
-        return "the GPU is older than compute capability 8.9"
+    missing = nvrtc.obstacle(states.device.index)
+    if missing is not None:
+        return missing
+    least = _MIN_CAPABILITY.get(fmt.encoding, (8, 0))
+    if nvrtc.capability(states.device.index) < least:
+        return f"the GPU is older than compute capability {least[0]}.{least[1]}"
     if states.shape[-1] not in _HEAD_DIMS:
         return f"it packs head dimensions {_HEAD_DIMS}, not {states.shape[-1]}"
     if states.dtype not in _DTYPES:
