@@ -1,0 +1,397 @@
+"""Decode through the real packed cache and through the exact one, on the same tokens, and compare every token.
+
+A prompt is prefilled in one piece or 512 tokens at a time; then tokens are fed one by one, and only what comes out of
+these steps is scored: the prompt's own logits see exact keys and values and would hide all damage. The exact cache's
+logits are computed once for each model, context, protocol and task and serve all policies.
+
+Gives up: sampling. An answer is scored with the right tokens fed back, which is what greedy decoding scores, too.
+"""
+
+import importlib.util
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache, DynamicCache
+
+from hf_subbyte_moe.cache import EntropySubbyteCache, attention
+from hf_subbyte_moe.cli.running import forward, load_model
+from hf_subbyte_moe.compat import CACHE_KW
+from hf_subbyte_moe.explain import CacheSize, cache_size
+from hf_subbyte_moe.ops import AttentionResult, AttentionTiles, ExactTokens
+from hf_subbyte_moe.patching import use_packed_attention
+from quality.caches import CACHES, CONTROL, CONTROL_BITS
+from quality.config import CHUNKED, ROOT, ModelEntry, PolicyEntry, QualityConfig
+from quality.rows import ResultFile, Row
+from quality.scoring import Floats, TokenScores, all_right, compare, interval, joined, line_means, summary
+from quality.tasks import OWN_TEXTS, TEXT, Sequences, encode, read_texts, task_prompt, task_sequences, text_sequences
+
+
+CHUNK = 512
+LEAST_EXACT_SCORE = 0.5
+_METERED = 16  # so many decode steps, about, tell where attention went
+
+
+@dataclass
+class MassMeter:
+    """Where the attention of decoded tokens fell.
+
+    Attributes:
+        on: the next decode step is looked at.
+        shares: ``[B]`` a layer and step: share of packed tiles, mean over query heads.
+    """
+
+    on: bool = False
+    shares: list[Tensor] = field(default_factory=list)
+
+    def mean(self) -> float | None:
+        """Mean over everything seen; None for a cache that is not ours."""
+        return float(torch.cat(self.shares).mean()) if self.shares else None
+
+
+@contextmanager
+def metered_attention() -> Iterator[MassMeter]:
+    """Measure, on chosen steps, the share of attention mass that falls on packed tiles.
+
+    The cache's own statistics are taken on the prompt, piece by piece, and can't be added up over the pieces of a
+    chunked one; the log-sum-exp of a decode step with and without tiles tells the share of every scored token.
+    """
+    name = "decode_attention"
+    meter, original = MassMeter(), getattr(attention, name)
+
+    def decode_attention(
+        query: Tensor,
+        exact: ExactTokens,
+        tiles: AttentionTiles | None,
+        scaling: float,
+        softcap: float | None = None,
+        sink_logits: Tensor | None = None,
+        backend: str = "auto",
+    ) -> AttentionResult:
+        result: AttentionResult = original(query, exact, tiles, scaling, softcap, sink_logits, backend)
+        if meter.on:
+            kept = result.lse
+            if tiles is not None:
+                kept = original(query, exact, None, scaling, softcap, sink_logits, "torch").lse
+            meter.shares.append(1 - (kept.float() - result.lse.float()).exp().mean((1, 2)))
+        return result
+
+    setattr(attention, name, decode_attention)
+    try:
+        yield meter
+    finally:
+        setattr(attention, name, original)
+
+
+def load(entry: ModelEntry, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model with our attention function in place, and its tokenizer.
+
+    Raises:
+        ValueError: its package is not installed or holds no GGUF file.
+    """
+    model: Any
+    if entry.package is None:
+        model, tokenizer = load_model(entry.path)
+    else:
+        spec = importlib.util.find_spec(entry.package)
+        files = [] if spec is None or spec.origin is None else sorted(Path(spec.origin).parent.glob("*.gguf"))
+        if not files:
+            raise ValueError(f"models.package={entry.package!r} is not installed or holds no .gguf file")
+        folder, name = files[0].parent, files[0].name
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = model.to(device=device, dtype=getattr(torch, entry.dtype))
+    use_packed_attention(model)
+    return model, tokenizer
+
+
+def head_dim_of(model: PreTrainedModel) -> int:
+    """Width of a key."""
+    config = model.config.get_text_config(decoder=True)
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def make_cache(model: PreTrainedModel, entry: PolicyEntry) -> Cache:
+    """An empty cache of a policy.
+
+    Raises:
+        ValueError: it does not fit the model; names the policy.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if entry.cache is not None:
+        return CACHES[entry.cache](config)
+    try:
+        return EntropySubbyteCache(config, **entry.cache_options(head_dim_of(model)))
+    except ValueError as error:
+        raise ValueError(f"policy {entry.policy!r}, code_bits {entry.code_bits}: {error}") from None
+
+
+def decode(
+    model: PreTrainedModel,
+    ids: Tensor,
+    prefill: int,
+    cache: Cache,
+    protocol: str,
+    before: Callable[[int], None] = lambda step: None,
+) -> Iterator[Tensor]:
+    """Prefill, then feed the other tokens one at a time.
+
+    Args:
+        model: the model.
+        ids: ``[B, prefill + S]`` on the model's device.
+        prefill: tokens of the prompt.
+        cache: empty.
+        protocol: "one-piece" or "chunked".
+        before: called with the number of each step, right before it.
+
+    Yields:
+        ``[B, V]`` fp32 logits of each of the S steps; never those of the prompt.
+    """
+    with torch.no_grad():
+        for piece in ids[:, :prefill].split(CHUNK if protocol == CHUNKED else prefill, dim=1):
+            forward(model, piece, **{CACHE_KW: cache})
+        for step in range(ids.shape[1] - prefill):
+            before(step)
+            token = ids[:, prefill + step, None]
+            yield forward(model, token, **{CACHE_KW: cache})[:, -1].float()
+
+
+def _batches(sequences: Sequences, batch_tokens: int, device: torch.device) -> list[Tensor]:
+    """``[B, prefill + S]`` ids on the device."""
+    rows = max(1, batch_tokens // sequences.ids.shape[1])
+    return [ids.to(device) for ids in sequences.ids.split(rows)]
+
+
+def exact_logits(
+    model: PreTrainedModel, sequences: Sequences, protocol: str, batch_tokens: int, name: str = "exact"
+) -> list[Tensor]:
+    """``[B, S, V]`` fp32 logits of the plain cache, batch by batch, on the model's device."""
+    config = model.config.get_text_config(decoder=True)
+    logits = []
+    for ids in tqdm(_batches(sequences, batch_tokens, model.device), desc=name, unit="batch", leave=False):
+        steps = decode(model, ids, sequences.prefill, DynamicCache(config=config), protocol)
+        logits.append(torch.stack(list(steps), dim=1))
+    return logits
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A policy on one cell's sequences.
+
+    Attributes:
+        scores: every scored token.
+        mass: share of the scored tokens' attention that fell on packed tiles; None for a cache that is not ours.
+        code_bits: codes alone, bits a packed value, after the prompt; None without tiles or for such a cache.
+        bits: with scales and outliers; None likewise.
+        bits_total: everything held, bits a cached value; None for such a cache.
+    """
+
+    scores: TokenScores
+    mass: float | None
+    code_bits: float | None
+    bits: float | None
+    bits_total: float | None
+
+
+def measure(
+    model: PreTrainedModel,
+    sequences: Sequences,
+    exact: Sequence[Tensor],
+    entry: PolicyEntry,
+    protocol: str,
+    batch_tokens: int,
+    name: str = "",
+) -> Measured:
+    """Decode all sequences through a policy's cache and compare with the exact logits, step by step."""
+    parts: list[TokenScores] = []
+    sizes: list[CacheSize] = []
+    done = 0
+    with metered_attention() as meter:
+
+        def before(step: int) -> None:
+            meter.on = step % max(1, sequences.targets.shape[1] // _METERED) == 0
+            if not step and isinstance(cache, EntropySubbyteCache):
+                sizes.extend([cache_size(cache)] * len(ids))  # each row counts once
+
+        batches = _batches(sequences, batch_tokens, model.device)
+        for ids, reference in zip(tqdm(batches, desc=name, unit="batch", leave=False), exact, strict=True):
+            lines = slice(done, done + len(ids))
+            done += len(ids)
+            targets = sequences.targets[lines].to(model.device)
+            counted = sequences.counted[lines].to(model.device)
+            cache = make_cache(model, entry)
+            steps = decode(model, ids, sequences.prefill, cache, protocol, before)
+            compared = []
+            for step, logits in enumerate(steps):
+                now = slice(step, step + 1)
+                compared.append(compare(reference[:, now], logits[:, None], targets[:, now], counted[:, now]))
+            meter.on = False  # the next batch's prompt is not looked at
+            parts.append(joined(compared, axis=1))
+
+    def mean(key: str) -> float | None:
+        known = [getattr(size, key) for size in sizes if getattr(size, key) is not None]
+        return float(np.mean(known)) if known else None
+
+    packed = [mean(key) for key in ("code_bits", "bits")]
+    if entry.cache == CONTROL:  # what its codes say; it is stored in the format of another tier
+        packed = [None if bits is None else bits - (packed[0] or 0) + CONTROL_BITS for bits in packed]
+    return Measured(joined(parts, axis=0), meter.mean(), packed[0], packed[1], mean("bits_total"))
+
+
+def commit_of(root: Path) -> str:
+    """The commit that is checked out, with a mark where files differ from it; empty without git."""
+    try:
+        said = [
+            subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=True).stdout
+            for command in (["rev-parse", "--short=10", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return said[0].strip() + ("+" if said[1].strip() else "")
+
+
+class Only:
+    """Filters ``key=value``: of one key any value will do, of several keys all must fit."""
+
+    _KEYS = ("model", "context", "protocol", "task", "policy")
+
+    def __init__(self, filters: Sequence[str]) -> None:
+        """Read filters; raises ValueError for an unknown key."""
+        self._wanted: dict[str, set[str]] = {}
+        for text in filters:
+            key, _, value = text.partition("=")
+            if key not in self._KEYS or not value:
+                raise ValueError(f"--only {text!r} is not possible: say KEY=VALUE with a key of {list(self._KEYS)}")
+            self._wanted.setdefault(key, set()).add(value)
+
+    def __call__(self, key: str, value: object) -> bool:
+        return key not in self._wanted or str(value) in self._wanted[key]
+
+
+class Run:
+    """One run of a config; :meth:`go` fills the result file.
+
+    Attributes:
+        rows: measured by this run.
+        dropped: cells that the exact cache failed in this run.
+    """
+
+    def __init__(
+        self, config: QualityConfig, results: ResultFile, device: str | None, commit: str, only: Only, resume: bool
+    ) -> None:
+        """See ``eval/run.py``."""
+        self._config, self._results, self._device = config, results, device
+        self._commit, self._only, self._resume = commit, only, resume
+        self.rows: list[Row] = []
+        self.dropped: list[Row] = []
+        path = None if config.texts is None else Path(config.texts)
+        self._texts = read_texts(path, ROOT)
+        self._texts_name = OWN_TEXTS if path is None else path.name
+        # first the control: a run that is cut off can still be judged
+        self._entries = [
+            PolicyEntry(policy=CONTROL, cache=CONTROL),
+            *(entry for entry in config.policies if entry.cache != CONTROL and only("policy", entry.policy)),
+        ]
+
+    def go(self) -> None:
+        """Measure everything that the config and the filters name.
+
+        Raises:
+            ValueError: a model that is not there, or a policy that does not fit it.
+        """
+        for entry in self._config.models:
+            if self._only("model", entry.name):
+                model, tokenizer = load(entry, self._device)
+                for policy in self._entries:
+                    make_cache(model, policy)  # wrong options fail before the wait
+                self.measure_model(entry, model, tokenizer)
+
+    def measure_model(self, entry: ModelEntry, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """All contexts, tasks and protocols of a model."""
+        stream = [token for text in self._texts for token in encode(tokenizer, text)]
+        for context in entry.contexts or self._config.contexts:
+            for task in self._config.tasks:
+                if not (self._only("context", context) and self._only("task", task)):
+                    continue
+                sequences = self._sequences(tokenizer, stream, context, task)
+                for protocol in self._config.protocols:
+                    if self._only("protocol", protocol):
+                        cell = {
+                            "model": entry.name,
+                            "dtype": entry.dtype,
+                            "texts": self._texts_name,
+                            "protocol": protocol,
+                            "context": context,
+                            "task": task,
+                        }
+                        self._measure_cell(model, sequences, cell)
+
+    def _sequences(self, tokenizer: PreTrainedTokenizerBase, stream: list[int], context: int, task: str) -> Sequences:
+        config = self._config
+        if task == TEXT:
+            start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+            return text_sequences(stream, start, context, config.scored_tokens, config.windows, config.seed)
+        prompts = [
+            task_prompt(tokenizer, stream, task, context, config.seed, number)
+            for number in tqdm(range(config.prompts), desc=f"{task} {context}", unit="prompt", leave=False)
+        ]
+        return task_sequences(prompts)
+
+    def _measure_cell(self, model: PreTrainedModel, sequences: Sequences, cell: Row) -> None:
+        """All policies on the same tokens; nothing but a note where even the exact cache fails."""
+        asked = [(entry, {**cell, **entry.identity()}) for entry in self._entries]
+        known = [self._results.find(row) if self._resume else None for _, row in asked]
+        done = [row is not None and (row["commit"], row["n"]) == (self._commit, len(sequences)) for row in known]
+        if all(done):
+            self.rows += [row for row in known if row is not None]
+            return
+        done[0] = False  # what the others are held against: the control, text by text
+        config, answers = self._config, cell["task"] != TEXT
+        place = " ".join(str(cell[key]) for key in ("model", "protocol", "context", "task"))
+        exact = exact_logits(model, sequences, cell["protocol"], config.batch_tokens, f"{place} exact")
+        if answers:
+            top = torch.cat([logits.argmax(-1) for logits in exact]).cpu()
+            score = float(all_right((top == sequences.targets).numpy(), sequences.counted.numpy()).mean())
+            if score < LEAST_EXACT_SCORE:
+                dropped = {**cell, "score_exact": score, "n": len(sequences), "commit": self._commit}
+                self.dropped.append(dropped)
+                self._results.drop(dropped)
+                return
+        control: Floats | None = None
+        for (entry, row), kept, old in zip(asked, done, known, strict=True):
+            if kept and old is not None:
+                self.rows.append(old)
+                continue
+            name = f"{place} {entry.policy}"
+            found = measure(model, sequences, exact, entry, cell["protocol"], config.batch_tokens, name)
+            kl = line_means(found.scores.kl, found.scores.counted)
+            margin = None if control is None else interval(control - kl, config.seed)
+            control = kl if control is None else control
+            self._keep({**row, **self._figures(found, model, answers), "control_margin": margin})
+
+    def _figures(self, found: Measured, model: PreTrainedModel, answers: bool) -> Row:
+        on_gpu = model.device.type == "cuda"
+        return {
+            "code_bits": found.code_bits,
+            "bits": found.bits,
+            "bits_total": found.bits_total,
+            **summary(found.scores, self._config.seed, answers),
+            "mass": found.mass,
+            "seeds": [self._config.seed],
+            "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+            "commit": self._commit,
+        }
+
+    def _keep(self, row: Row) -> None:
+        self.rows.append(row)
+        self._results.add(row)
