@@ -17,6 +17,7 @@ try:
 except ImportError:
     driver = nvrtc = None
 
+_COMMON = Path(__file__).with_name("warp.cuh")
 _broken: dict[int, str] = {}  # device -> why a kernel could not be built
 
 
@@ -51,6 +52,12 @@ def checked(result: tuple[Any, ...]) -> Any:
     if int(code):
         raise RuntimeError(f"CUDA call failed: {code.name}")
     return values[0] if len(values) == 1 else values
+
+
+def full_text(source: Path, defined: Mapping[str, object]) -> str:
+    """A kernel's text behind the definitions that it wants and what all kernels share."""
+    given = "".join(f"#define {name} {value}\n" for name, value in defined.items())
+    return given + _COMMON.read_text() + source.read_text()
 
 
 def compile_source(source: str, name: str, architecture: str) -> bytes:
@@ -110,7 +117,7 @@ class Kernel:
         Args:
             source: its text.
             function: its name.
-            defined: what is defined in front of the text.
+            defined: what is defined in front of ``warp.cuh`` and the text.
             device: CUDA device.
             threads: threads of a block.
             shared: bytes of dynamic shared memory of a block.
@@ -118,7 +125,7 @@ class Kernel:
         Raises:
             BuildError: it cannot be compiled or loaded; from then on :func:`obstacle` says so for the device.
         """
-        text = "".join(f"#define {name} {value}\n" for name, value in defined.items()) + source.read_text()
+        text = full_text(source, defined)
         self._device, self._threads, self._shared = device, threads, shared
         with torch.cuda.device(device):
             torch.cuda.current_blas_handle()  # the driver's context of this device exists and is current from here on

@@ -26,22 +26,12 @@
 // thus computes the scores of query t, keeps its softmax and its output. P gets from the lanes that computed it (token
 // g, query t) to those that need it (column g, tokens t and t + 4) by two shuffles for 16 tokens.
 //
-// The host defines, in front of this text: HEAD_DIM, QUADS (groups of 4 queries), WARPS, BLOCKS (blocks of an SM),
+// The host defines, in front of warp.cuh and this text: HEAD_DIM, QUADS (groups of 4 queries), WARPS, BLOCKS (blocks of an SM),
 // EXACT_BF16 (the model's dtype is bf16, else fp16), SHARED_BYTES, KEY_TIERS and VALUE_TIERS as lists of TIER(index, id, kind, table),
 // TABLES as a list of TABLE(index, entries, dim).
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-
-#define DEVICE __device__ __forceinline__
-
 // ---------------------------------------------------------------------------------------------- constants
 
-enum Kind { VQ175, VQ2, VQ3, VQ4, FP6, FP8 };
-
-constexpr int D = HEAD_DIM;
-constexpr int TILE = 128;
 constexpr int UNIT = 64;
 constexpr int THREADS = 32 * WARPS;
 constexpr int QUERIES = 4 * QUADS;
@@ -49,11 +39,8 @@ constexpr int MAX_SPLITS = 128;
 constexpr int STEPS = D / 32;         // instructions for 8 tokens of keys or of values and a quad of queries
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float SLACK = 8.0f;         // the running maximum may lag behind by a factor of 2^8: P stays far below 65504
-constexpr u32 FULL = 0xffffffffu;
 #define INFINITE __int_as_float(0x7f800000)
 
-constexpr int bits_of(Kind kind) { return kind == VQ175 ? 7 : kind == VQ3 || kind == FP6 ? 6 : 8; }
-constexpr int dim_of(Kind kind) { return kind == VQ175 || kind == VQ2 ? 4 : kind == VQ3 || kind == VQ4 ? 2 : 1; }
 // words of a lane's stream in a unit, and how many of them are decoded at a time
 constexpr int words_of(Kind kind) { return UNIT * D / dim_of(kind) * bits_of(kind) / 1024; }
 constexpr int batch_of(Kind kind) {
@@ -145,7 +132,6 @@ DEVICE u32 bfloat2(float low, float high) {
 }
 DEVICE float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
 DEVICE float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-DEVICE float from_half(u16 bits) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits)); return y; }
 DEVICE float from_model(u16 bits) {
 #if EXACT_BF16
     return __uint_as_float((u32)bits << 16);
@@ -195,28 +181,6 @@ DEVICE float reduce_sum_over_g(float x) {
     for (int bit = 4; bit < 32; bit <<= 1) x += __shfl_xor_sync(FULL, x, bit);
     return x;
 }
-
-// Walsh-Hadamard transform of one row that lies in a warp: lane l holds elements l D/32 .. + D/32 - 1.
-DEVICE void hadamard(float (&x)[D / 32], int lane) {
-    constexpr int OWN = D / 32;
-#pragma unroll
-    for (int bit = 1; bit < OWN; bit <<= 1)
-#pragma unroll
-        for (int i = 0; i < OWN; ++i)
-            if (!(i & bit)) {
-                const float a = x[i], b = x[i | bit];
-                x[i] = a + b;
-                x[i | bit] = a - b;
-            }
-#pragma unroll
-    for (int bit = 1; bit < 32; bit <<= 1)
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            const float other = __shfl_xor_sync(FULL, x[i], bit);
-            x[i] = lane & bit ? other - x[i] : x[i] + other;
-        }
-}
-constexpr float INV_SQRT_D = D == 128 ? 0.08838834764831845f : 0.125f;
 
 // ---------------------------------------------------------------------------------------------- decoding
 

@@ -44,16 +44,20 @@ def pack_obstacle(states: Tensor, fmt: TileFormat, signs: Tensor | None) -> str 
     return None if kernel_kind(fmt) else f"it has no path for tier {fmt.name!r}"
 
 
-@lru_cache(maxsize=128)
-def _kernel(device: int, head_dim: int, fmt: TileFormat, order: Order, dtype: torch.dtype) -> nvrtc.Kernel:
-    defined = {
+def _defined(head_dim: int, fmt: TileFormat, order: Order, dtype: torch.dtype) -> dict[str, object]:
+    """What the kernel's text wants to know."""
+    return {
         "HEAD_DIM": head_dim,
         "KIND": kernel_kind(fmt),
         "ENTRIES": fmt.entries,
         "ORDER_KEYS": int(order is Order.KEYS),
         "DTYPE": _DTYPES[dtype],
     }
-    return nvrtc.Kernel(_SOURCE, "pack_tiles", defined, device, _THREADS, 0)
+
+
+@lru_cache(maxsize=128)
+def _kernel(device: int, head_dim: int, fmt: TileFormat, order: Order, dtype: torch.dtype) -> nvrtc.Kernel:
+    return nvrtc.Kernel(_SOURCE, "pack_tiles", _defined(head_dim, fmt, order, dtype), device, _THREADS, 0)
 
 
 def pack_tiles_cuda(

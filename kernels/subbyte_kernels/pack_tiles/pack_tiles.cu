@@ -7,33 +7,19 @@
 // entry. Codes and scales wait in shared memory until the whole tile is there, because a word of a record holds codes of
 // several tokens.
 //
-// The host defines, in front of this text: HEAD_DIM, KIND, ENTRIES (0 without a table), ORDER_KEYS (1 keys, 0 values),
-// DTYPE (0 fp32, 1 fp16, 2 bf16).
+// The host defines, in front of warp.cuh and this text: HEAD_DIM, KIND, ENTRIES (0 without a table), ORDER_KEYS (1 keys,
+// 0 values), DTYPE (0 fp32, 1 fp16, 2 bf16).
 
-typedef unsigned int u32;
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-
-#define DEVICE __device__ __forceinline__
-
-enum Kind { VQ175, VQ2, VQ3, VQ4, FP6, FP8 };
-
-constexpr int D = HEAD_DIM;
 constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;
-constexpr int TILE = 128;
 constexpr int OWN = D / 32;
-constexpr int BITS = KIND == VQ175 ? 7 : KIND == VQ3 || KIND == FP6 ? 6 : 8;
-constexpr int DIM = KIND == VQ175 || KIND == VQ2 ? 4 : KIND == VQ3 || KIND == VQ4 ? 2 : 1;
+constexpr int BITS = bits_of(KIND), DIM = dim_of(KIND);
 constexpr int CODES = D / DIM;                       // of a token
 constexpr int PITCH = CODES + 4;                     // bytes: tokens start in different banks
 constexpr int WORDS = TILE * CODES * BITS / 32;      // of the tile's codes
 constexpr int RECORD = WORDS + TILE / 2;
-constexpr u32 FULL = 0xffffffffu;
 constexpr float TINY = 1.17549435e-38f;
 constexpr float BF16_MAX = 3.38953139e38f;
-constexpr float INV_SQRT_D = D == 128 ? 0.08838834764831845f : 0.125f;
 
 struct Params {
     const void *states;   // [M, 128, D]
@@ -62,7 +48,6 @@ DEVICE float sum_of_lanes(float x, int lanes) {
 }
 DEVICE u16 to_bf16(float x) { u16 y; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
 DEVICE float from_bf16(u16 bits) { return __uint_as_float((u32)bits << 16); }
-DEVICE float from_half(u16 bits) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits)); return y; }
 DEVICE u16 round_up_bf16(float scale) {  // the nearest bf16 that is not below
     const u16 bits = to_bf16(fminf(scale, BF16_MAX));
     return from_bf16(bits) < scale && bits < 0x7f7f ? bits + 1 : bits;
@@ -89,22 +74,7 @@ DEVICE void load(float (&x)[OWN], const void *states, u64 token, int lane) {
 DEVICE void rotate(float (&x)[OWN], const float *mean, const float *signs, int lane) {
 #pragma unroll
     for (int i = 0; i < OWN; ++i) x[i] = (x[i] - (mean ? mean[lane * OWN + i] : 0.0f)) * signs[lane * OWN + i];
-#pragma unroll
-    for (int bit = 1; bit < OWN; bit <<= 1)
-#pragma unroll
-        for (int i = 0; i < OWN; ++i)
-            if (!(i & bit)) {
-                const float a = x[i], b = x[i | bit];
-                x[i] = a + b;
-                x[i | bit] = a - b;
-            }
-#pragma unroll
-    for (int bit = 1; bit < 32; bit <<= 1)
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            const float other = __shfl_xor_sync(FULL, x[i], bit);
-            x[i] = lane & bit ? other - x[i] : x[i] + other;
-        }
+    hadamard(x, lane);
 #pragma unroll
     for (int i = 0; i < OWN; ++i) x[i] *= INV_SQRT_D;
 }

@@ -1,0 +1,43 @@
+// What every CUDA kernel of this package starts with, behind the host's definitions: names, formats, and a token's D
+// channels in a warp, D/32 neighbours a lane.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+enum Kind { VQ175, VQ2, VQ3, VQ4, FP6, FP8 };
+constexpr int bits_of(Kind kind) { return kind == VQ175 ? 7 : kind == VQ3 || kind == FP6 ? 6 : 8; }
+constexpr int dim_of(Kind kind) { return kind == VQ175 || kind == VQ2 ? 4 : kind == VQ3 || kind == VQ4 ? 2 : 1; }
+
+constexpr int D = HEAD_DIM;
+constexpr int TILE = 128;
+constexpr u32 FULL = 0xffffffffu;
+constexpr float INV_SQRT_D = D == 128 ? 0.08838834764831845f : 0.125f;
+static_assert(D == 128 || D == 64, "and other head dimensions have another kernel");
+
+DEVICE float from_half(u16 bits) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits)); return y; }
+
+// Walsh-Hadamard transform, without its factor of 1 / sqrt(D).
+DEVICE void hadamard(float (&x)[D / 32], int lane) {
+    constexpr int OWN = D / 32;
+#pragma unroll
+    for (int bit = 1; bit < OWN; bit <<= 1)
+#pragma unroll
+        for (int i = 0; i < OWN; ++i)
+            if (!(i & bit)) {
+                const float a = x[i], b = x[i | bit];
+                x[i] = a + b;
+                x[i | bit] = a - b;
+            }
+#pragma unroll
+    for (int bit = 1; bit < 32; bit <<= 1)
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            const float other = __shfl_xor_sync(FULL, x[i], bit);
+            x[i] = lane & bit ? other - x[i] : x[i] + other;
+        }
+}
+
