@@ -124,7 +124,7 @@ def test_figures_of_hand_made_logits(quality: Any) -> None:
     found = quality.scoring.summary(scores, seed=0, answers=True)
     assert found["kl"] == pytest.approx((half / 2 + 0.5 * math.log(3)) / 2, rel=1e-5)
     assert found["top1"] == 0.25
-    assert (found["score"], found["score_exact"], found["n"]) == (0.0, 1.0, 2)
+    assert (found["score"], found["score_exact"], found["n"], found["tokens"]) == (0.0, 1.0, 2, 3)
     assert quality.scoring.summary(scores, seed=0, answers=False)["score"] is None
     joined = quality.scoring.joined([scores, scores], axis=1)
     assert joined.kl.shape == (2, 4)

@@ -351,7 +351,8 @@ class Run:
         """All policies on the same tokens; nothing but a note where even the exact cache fails."""
         asked = [(entry, {**cell, **entry.identity()}) for entry in self._entries]
         known = [self._results.find(row) if self._resume else None for _, row in asked]
-        done = [row is not None and (row["commit"], row["n"]) == (self._commit, len(sequences)) for row in known]
+        size = (self._commit, len(sequences), int(sequences.counted.sum()))
+        done = [row is not None and (row["commit"], row["n"], row["tokens"]) == size for row in known]
         if all(done):
             self.rows += [row for row in known if row is not None]
             return

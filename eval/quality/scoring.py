@@ -123,4 +123,5 @@ def summary(scores: TokenScores, seed: int, answers: bool) -> dict[str, object]:
         "top1_interval": interval(same, seed),
         "score_difference_interval": interval(right - right_exact, seed) if answers else None,
         "n": len(kl),
+        "tokens": int(counted.sum()),
     }
