@@ -87,8 +87,8 @@ class ModelEntry:
         name: what rows call it.
         path: Hub id or folder; None, without a package, means the reference model of this project.
         package: an installed Python package whose folder holds a GGUF file.
-        dtype: of weights and exact tokens. The exact tier is off by a KL of 1e-12 in float32, of some 1e-4 in bfloat16,
-            which no policy can undercut; ``bits_total`` counts exact tokens in it.
+        dtype: of weights and exact tokens; ``bits_total`` counts those in it. Even the exact tier is off by a KL of
+            1e-12 in float32 and of some 1e-4 in bfloat16, which no policy can undercut.
         contexts: instead of the run's.
     """
 
