@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from subbyte_kernels.decode_attention.balance import MAX_SPLITS, cut_rows
+from subbyte_kernels.decode_attention.balance import MAX_SPLITS, cut_lengths, cut_rows
 
 
 def blocks_of(costs: np.ndarray, heads: int, slots: int = 132, warps: int = 8) -> np.ndarray:
@@ -55,3 +55,10 @@ def test_rows_of_different_length_and_rows_without_tiles() -> None:
     blocks = blocks_of(costs, heads=1)
     assert set(blocks[:, 0].tolist()) == {0, 1, 2, 3}
     assert blocks[0, 0] == 0
+
+
+def test_rows_whose_units_cost_the_same_are_cut_by_their_lengths() -> None:
+    units = (600, 0, 60, 2)
+    costs = (np.arange(600) < np.array(units)[:, None]) * 1.0
+    assert (cut_lengths(units, 2, 132, 8) == cut_rows(costs, 2, 132, 8)).all()
+    assert cut_lengths(units, 2, 132, 8) is cut_lengths(units, 2, 132, 8)

@@ -245,3 +245,15 @@ def test_tensors_that_start_between_units_are_copied(launches: Launches) -> None
     fields = launches.fields()
     assert fields[1] != odd.data_ptr()
     assert fields[1] % 16 == fields[2] % 16 == 0
+
+
+def test_rows_of_different_length_come_as_a_list_of_blocks(launches: Launches) -> None:
+    states = gaussian(2, HEADS, 2, TILE_TOKENS, DIM, seed=1)
+    named = [[["vq3"] * 2] * HEADS, [["vq3"]] * HEADS]
+    keys = packed_side(states, named, torch.zeros(2, HEADS, DIM), order=Order.KEYS)[0]
+    packed = AttentionTiles((keys,), packed_side(states, named, None, order=Order.VALUES)[0])
+    decode_attention_cuda(*step(rows=2), packed, 0.125)
+    launch = next(iter(cuda_kernel._plan(packed).launches.values()))
+    assert launch._work is not None
+    ranges = {(row, head): (first, end) for row, head, _, _, first, end, _, _ in launch._work.tolist()}
+    assert ranges == {(0, 0): (0, 4), (0, 1): (0, 4), (1, 0): (0, 2), (1, 1): (0, 2)}

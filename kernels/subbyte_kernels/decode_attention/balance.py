@@ -5,6 +5,7 @@ launch in order, so the longest come first.
 """
 
 import heapq
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,20 @@ def _counts(costs: NDArray[np.float64], most: NDArray[np.int64], blocks: int) ->
             break
         counts[longest] += 1
     return counts
+
+
+@lru_cache(maxsize=64)
+def cut_lengths(units: tuple[int, ...], heads: int, slots: int, warps: int) -> NDArray[np.int32]:
+    """:func:`cut_rows` where all units cost the same: every layer of a model asks for the same cut.
+
+    Args:
+        units: units of each (row, head).
+        heads: H.
+        slots: blocks that run at once.
+        warps: warps of a block.
+    """
+    costs = (np.arange(max(units)) < np.array(units)[:, None]).astype(np.float64)
+    return cut_rows(costs, heads, slots, warps)
 
 
 def cut_rows(unit_costs: NDArray[np.float64], heads: int, slots: int, warps: int) -> NDArray[np.int32]:
