@@ -70,30 +70,24 @@ def attention_forward(
         view.layer.claim(module)
         if scaling is None:
             scaling = query.shape[-1] ** -0.5
-        form = (scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+        form = AttentionForm(scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
         if view.pending:
-            return _prompt(module, view, query, attention_mask, AttentionForm(*form), kwargs), None
-        return _packed(module, view, query, view.layer.rows.exact(), *form), None
+            return _prompt(module, view, query, attention_mask, form, kwargs), None
+        return _packed(module, view, query, view.layer.rows.exact(), form), None
     except ValueError:
         view.layer.take_back()
         raise
 
 
 def _packed(
-    module: torch.nn.Module,
-    view: LayerView,
-    query: Tensor,
-    exact: ExactTokens,
-    scaling: float,
-    softcap: float | None,
-    sink_logits: Tensor | None,
+    module: torch.nn.Module, view: LayerView, query: Tensor, exact: ExactTokens, form: AttentionForm
 ) -> Tensor:
     """``[B, Sq, HQ, Dv]``: attention over exact tokens and packed tiles."""
     latent = isinstance(view, ExpandedView)
     stored_query = absorb_query(module, query) if latent else query
     tiles = view.layer.rows.packed() if view.layer.has_tiles else None
     backend = view.layer.backend if query.shape[2] == 1 else "torch"  # the kernels take one token
-    result = decode_attention(stored_query, exact, tiles, scaling, softcap, sink_logits, backend)
+    result = decode_attention(stored_query, exact, tiles, *form, backend)
     output = expand_output(module, result.output) if latent else result.output
     return output.to(query.dtype).transpose(1, 2).contiguous()
 
@@ -110,8 +104,7 @@ def _prompt(
     layer, latent = view.layer, isinstance(view, ExpandedView)
     layer.set_starts(_row_starts(attention_mask, query.shape[0], layer))
     if layer.has_tiles:
-        exact = layer.exact_with_pending()
-        output = _packed(module, view, query, exact, form.scaling, form.softcap, form.sink_logits)
+        output = _packed(module, view, query, layer.exact_with_pending(), form)
     else:
         states = layer.dequantize() if layer.rows.lengths.any() else layer.pending
         if latent:

@@ -73,7 +73,6 @@ class PackedRows:
         self._config, self._policy, self._ledger, self._statistics = config, policy, ledger, statistics
         self._dims, self._latent = (key_dim, value_states.shape[-1]), latent
         self._slack = 0
-        self._packed: tuple[int, AttentionTiles] | None = None
         self._ahead: StepsAhead | None = None
         self.window = ExactWindow(key_states, value_states, config.sinks, config.window)
         self.store = TileStore(batch, heads, self._dims, key_states.device)
@@ -279,7 +278,6 @@ class PackedRows:
     def _pack(self, row: int, key: Tensor, value: Tensor, tiers: TierChoice) -> None:
         """Quantize whole tiles ``[H, n * 128, D]`` of a row in ``[n, H, 2]`` tiers and append them."""
         first = int(self.store.counts[row])
-        self._packed = None  # it would keep pools that are about to grow
         self.codecs.fit(row, key, value, freeze=True)
         self.store.extend(row, len(tiers))
         for side, states in ((KEYS, key), (VALUES, value)):
@@ -302,9 +300,9 @@ class PackedRows:
 
     def packed(self) -> AttentionTiles:
         """Packed keys and values of all rows, as attention sees them; the same object until a tile changes."""
-        if self._packed is None or self._packed[0] != self.store.version:
-            self._packed = (self.store.version, self._packed_rows(None))
-        return self._packed[1]
+        if self.store.view is None:
+            self.store.view = self._packed_rows(None)
+        return self.store.view
 
     def _packed_rows(self, row: int | None) -> AttentionTiles:
         """Packed keys and values of all rows or of one."""
@@ -370,7 +368,6 @@ class PackedRows:
 
     def crop(self, row: int, length: int) -> None:
         """Shorten a row; what is left of a tile that is cut comes back into the window, with its error."""
-        self._packed = None
         first, sinks = int(self.first_recent()[row]), self._config.sinks
         if length < first:
             tiles = max(0, (length - sinks) // TILE_TOKENS)
@@ -419,7 +416,7 @@ class PackedRows:
 
     def select_rows(self, rows: Ints) -> None:
         """Keep, reorder or repeat rows; everything that belongs to a row moves with it."""
-        self._ahead = self._packed = None
+        self._ahead = None
         on_device = torch.from_numpy(rows).to(self.window.keys.device)
         self.window.select_rows(on_device)
         self.codecs.select_rows(on_device)
@@ -443,7 +440,7 @@ class PackedRows:
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Inverse of :meth:`state`, into rows that hold nothing yet."""
-        self._ahead = self._packed = None
+        self._ahead = None
         self.lengths = state["lengths"].cpu().numpy()
         self.window.keys, self.window.values = state["window.keys"], state["window.values"]
         self.store.load_state(state)

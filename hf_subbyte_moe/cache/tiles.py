@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_subbyte_moe.accounting import pool_capacity
-from hf_subbyte_moe.ops import NO_PAGE, make_page, page_slots, page_tiers
+from hf_subbyte_moe.ops import NO_PAGE, AttentionTiles, make_page, page_slots, page_tiers
 
 
 Pages = NDArray[np.int32]
@@ -58,6 +58,7 @@ class TileStore:
         counts: ``[B]`` tiles of each row.
         version: changes whenever a page or a pool does.
         empty: no row has a tile.
+        view: what its owner made of pages and pools, forgotten with the first change: it would keep pools that grow.
     """
 
     def __init__(self, rows: int, heads: int, widths: tuple[int, int], device: torch.device) -> None:
@@ -70,9 +71,10 @@ class TileStore:
         self._device_pages: Tensor | None = None
         self.version = 0
         self.empty = True
+        self.view: AttentionTiles | None = None
 
     def _changed(self) -> None:
-        self._device_pages = None
+        self._device_pages = self.view = None
         self.version += 1
         self.empty = not self.counts.any()
 

@@ -13,6 +13,7 @@ layer's whole attention output, so they compare between heads, sides and layers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +41,7 @@ _PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_LOGIT = 60.0  # of a misquantized key over the log-sum-exp; exp stays finite
 
 
-@dataclass(frozen=True)
-class AttentionForm:
+class AttentionForm(NamedTuple):
     """How a module turns scores into probabilities.
 
     Attributes:
@@ -168,9 +168,7 @@ class RowProbe:
             weight: ``[hidden, HQ * Dv]`` output projection, or None.
             latent: the sides are a latent, which is value and part of the key, and the rest of the key.
         """
-        result: AttentionResult = decode_attention(
-            query.unsqueeze(0), exact, tiles, form.scaling, form.softcap, form.sink_logits, backend="torch"
-        )
+        result: AttentionResult = decode_attention(query.unsqueeze(0), exact, tiles, *form, backend="torch")
         assert result.entropy is not None
         self.query, self.query_index, self._form, self._latent = query.float(), query_index, form, latent
         self.output, self.lse = result.output[0], result.lse[0]
