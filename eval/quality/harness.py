@@ -68,19 +68,13 @@ def metered_attention() -> Iterator[MassMeter]:
     meter, original = MassMeter(), getattr(attention, name)
 
     def decode_attention(
-        query: Tensor,
-        exact: ExactTokens,
-        tiles: AttentionTiles | None,
-        scaling: float,
-        softcap: float | None = None,
-        sink_logits: Tensor | None = None,
-        backend: str = "auto",
+        query: Tensor, exact: ExactTokens, tiles: AttentionTiles | None, *form_and_backend: Any
     ) -> AttentionResult:
-        result: AttentionResult = original(query, exact, tiles, scaling, softcap, sink_logits, backend)
+        result: AttentionResult = original(query, exact, tiles, *form_and_backend)
         if meter.on:
             kept = result.lse
             if tiles is not None:
-                kept = original(query, exact, None, scaling, softcap, sink_logits, "torch").lse
+                kept = original(query, exact, None, *form_and_backend[:-1], "torch").lse
             meter.shares.append(1 - (kept.float() - result.lse.float()).exp().mean((1, 2)))
         return result
 

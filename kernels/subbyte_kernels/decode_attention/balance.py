@@ -41,7 +41,7 @@ def _counts(costs: NDArray[np.float64], most: NDArray[np.int64], blocks: int) ->
 
 @lru_cache(maxsize=64)
 def cut_lengths(units: tuple[int, ...], heads: int, slots: int, warps: int) -> NDArray[np.int32]:
-    """:func:`cut_rows` where all units cost the same: every layer of a model asks for the same cut.
+    """:func:`cut_rows` where all units cost the same: remembered, because every layer of a model asks for this cut.
 
     Args:
         units: units of each (row, head).
@@ -50,7 +50,12 @@ def cut_lengths(units: tuple[int, ...], heads: int, slots: int, warps: int) -> N
         warps: warps of a block.
     """
     costs = (np.arange(max(units)) < np.array(units)[:, None]).astype(np.float64)
-    return cut_rows(costs, heads, slots, warps)
+    return _cut(costs, heads, slots, warps)
+
+
+def same_cost(costs: NDArray[np.float64]) -> bool:
+    """Whether everything that costs anything costs the same."""
+    return bool((costs[costs > 0] == costs.max()).all())
 
 
 def cut_rows(unit_costs: NDArray[np.float64], heads: int, slots: int, warps: int) -> NDArray[np.int32]:
@@ -66,6 +71,12 @@ def cut_rows(unit_costs: NDArray[np.float64], heads: int, slots: int, warps: int
         ``[blocks, 8]``: row, head, split, splits; first unit, end, first partial result of the (row, head), zero. The
         longest blocks first.
     """
+    if same_cost(unit_costs):
+        return cut_lengths(tuple((unit_costs > 0).sum(1).tolist()), heads, slots, warps)
+    return _cut(unit_costs, heads, slots, warps)
+
+
+def _cut(unit_costs: NDArray[np.float64], heads: int, slots: int, warps: int) -> NDArray[np.int32]:
     costs, prefix, units = unit_costs.sum(1), unit_costs.cumsum(1), (unit_costs > 0).sum(1)
     most = np.clip(-(-units // warps), 1, MAX_SPLITS)  # a unit for each warp
     best: tuple[float, NDArray[np.int64]] | None = None

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from subbyte_kernels import nvrtc
-from subbyte_kernels.decode_attention.balance import MAX_SPLITS, SIDE_COSTS, cut_lengths, cut_rows
+from subbyte_kernels.decode_attention.balance import MAX_SPLITS, SIDE_COSTS, cut_rows, same_cost
 from subbyte_kernels.decode_attention.reference import AttentionResult, AttentionTiles, ExactTokens
 from subbyte_kernels.formats import PackedTiles, kernel_kind, page_tiers
 from subbyte_kernels.lanes import Order
@@ -311,9 +311,8 @@ class _Plan:
             host = side.pages.cpu().numpy() if side.host_pages is None else side.host_pages
             found = page_tiers(torch.from_numpy(host)).numpy()
             costs = costs + by_tier[found]  # tier -1 is the last place: no page, no cost
-        present = costs[costs > 0]
         lengths = (costs > 0).sum(-1)
-        if (present == costs.max()).all() and lengths.max() <= _EVEN * lengths.mean():
+        if same_cost(costs) and lengths.max() <= _EVEN * lengths.mean():
             return None
         return np.repeat(costs.reshape(-1, costs.shape[-1]), 2, axis=1)
 
@@ -508,11 +507,7 @@ class _Launch:
         self._work = None  # a list of blocks where units cost differently
         if costs is not None:
             slots = multiprocessors * variant.config.blocks_per_sm
-            units = (costs > 0).sum(1)
-            if (costs[costs > 0] == costs.max()).all():
-                work = cut_lengths(tuple(units.tolist()), heads, slots, variant.config.warps)
-            else:
-                work = cut_rows(costs, heads, slots, variant.config.warps)
+            work = cut_rows(costs, heads, slots, variant.config.warps)
             self._work = plan.hold(torch.from_numpy(work).to(query.device, non_blocking=query.is_cuda))
             splits, blocks, self._grid = 1, len(work), (len(work), 1, 1)
         else:
