@@ -48,7 +48,8 @@ def tune(clock: Clock, cells: list[Cell], only: Only, budget: Budget, configs: P
     Raises:
         ValueError: the filters leave no pair.
     """
-    from subbyte_kernels.decode_attention.cuda_kernel import candidate_configs, decode_attention_cuda
+    from subbyte_kernels.decode_attention.cuda_config import candidate_configs
+    from subbyte_kernels.decode_attention.cuda_kernel import decode_attention_cuda
 
     device, candidates = torch.cuda.get_device_name(clock.device), candidate_configs()
     tuned = [variant for variant in TUNED if only.variant(variant)]

@@ -8,7 +8,6 @@ Between two flushes every decode step is the same call with other tensors, so wh
 stays with the tiles: ``repeat_attention_cuda`` only fills in addresses.
 """
 
-import json
 import math
 import struct
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from subbyte_kernels import nvrtc
 from subbyte_kernels.decode_attention.balance import MAX_SPLITS, SIDE_COSTS, cut_rows, same_cost
+from subbyte_kernels.decode_attention.cuda_config import CudaConfig, choose_config, choose_splits
 from subbyte_kernels.decode_attention.reference import AttentionResult, AttentionTiles, ExactTokens
 from subbyte_kernels.formats import PackedTiles, kernel_kind, page_tiers
 from subbyte_kernels.lanes import Order
@@ -33,31 +33,9 @@ _HEAD_DIMS = (64, 128)
 _MAX_GROUP = 16
 _MIN_CAPABILITY = (8, 0)
 _SOURCE = Path(__file__).with_name("decode_attention.cu")
-_TUNED = Path(__file__).with_name("configs.json")
 _MAX_LAUNCHES = 64  # layouts that are remembered with the same tiles
 _EVEN = 1.25  # longest row against the mean: up to here one cut for all rows wastes little
 _ENTRY_BYTES = 128  # what the copies of one table entry take in shared memory
-
-
-@dataclass(frozen=True)
-class CudaConfig:
-    """How a launch is cut.
-
-    Attributes:
-        warps: warps of a block, each of which works on units of its own.
-        blocks_per_sm: blocks that registers are divided for.
-    """
-
-    warps: int
-    blocks_per_sm: int
-
-
-def candidate_configs() -> list[CudaConfig]:
-    """What tuning tries."""
-    return [CudaConfig(8, 1), CudaConfig(12, 1), CudaConfig(16, 1)]
-
-
-_DEFAULT = CudaConfig(8, 1)
 
 
 def _side_obstacle(side: PackedTiles, order: Order) -> str | None:
@@ -186,46 +164,6 @@ def _partial(device: int, stream: int, capture: int, size: int) -> Tensor:
     """Room for what the splits of a row hand to the last of them."""
     del stream, capture
     return torch.empty(size, dtype=torch.float32, device=f"cuda:{device}")
-
-
-@lru_cache(maxsize=1)
-def _tuned() -> dict[str, list[dict[str, float]]]:
-    """Device name -> what was the fastest at some numbers of heads and tiles."""
-    found: dict[str, list[dict[str, float]]] = json.loads(_TUNED.read_text()) if _TUNED.exists() else {}
-    return found
-
-
-@lru_cache(maxsize=1024)
-def choose_config(device: int, heads: int, tiles: int) -> CudaConfig:
-    """The tuned configuration nearest in size.
-
-    Args:
-        device: CUDA device.
-        heads: KV heads of all rows.
-        tiles: tiles of the longest row.
-    """
-    rows = _tuned().get(torch.cuda.get_device_name(device))
-    if not rows or not tiles:
-        return _DEFAULT
-    nearest = min(rows, key=lambda row: abs(math.log(row["heads"] / heads)) + abs(math.log(row["tiles"] / tiles)))
-    return CudaConfig(int(nearest["warps"]), int(nearest["blocks_per_sm"]))
-
-
-@lru_cache(maxsize=4096)
-def choose_splits(heads: int, tiles: int, config: CudaConfig, multiprocessors: int) -> int:
-    """Splits of a row that keep all multiprocessors busy for the shortest time.
-
-    A block takes a fixed time, as long as two rounds of its warps, and one more for each round of units.
-    """
-    slots = multiprocessors * config.blocks_per_sm
-    units = 2 * tiles
-
-    def cost(splits: int) -> float:
-        waves = math.ceil(heads * splits / slots)
-        rounds = math.ceil(units / splits / config.warps)
-        return waves * (2 + rounds) + 0.02 * splits
-
-    return min(range(1, max(1, min(units, MAX_SPLITS)) + 1), key=cost)
 
 
 class _Plan:
