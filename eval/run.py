@@ -95,6 +95,8 @@ def main(
         console.print(f"[red]error:[/red] {error}", markup=True, highlight=False)
         raise typer.Exit(2) from None
     console.print(result_table(run.rows))
+    for name, reason in run.skipped.items():
+        console.print(f"[red]skipped:[/red] {name}: {reason}", highlight=False)
     for cell in run.dropped:
         place = ", ".join(str(cell[key]) for key in ("model", "protocol", "context", "task"))
         console.print(f"dropped: {place}: the exact cache itself scores {cell['score_exact']:.2f}")

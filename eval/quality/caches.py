@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from baselines import Bits
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
@@ -18,6 +19,7 @@ from transformers.cache_utils import Cache
 from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.codecs import get_codec
 from hf_subbyte_moe.codecs.codebooks import lloyd
+from hf_subbyte_moe.explain import cache_size
 from hf_subbyte_moe.policy import KEYS, VALUES
 
 
@@ -53,6 +55,22 @@ class OneBitCache(EntropySubbyteCache):
             for side in (KEYS, VALUES):
                 layer.rows.codecs.tables(side)[_CARRIER.tier_id] = one_bit_table(key_states.device)
         return made
+
+
+def size_of(cache: Cache) -> Bits | None:
+    """What a packed cache or a baseline holds; None for any other."""
+    if not isinstance(cache, EntropySubbyteCache):
+        return cache.size() if hasattr(cache, "size") else None
+    size = cache_size(cache)
+    total_16 = size.bits_total
+    if size.bits_total is not None:
+        values = excess = 0
+        for layer in cache.packed_layers.values():
+            geometry, rows = layer.rows.geometry(), layer.rows
+            values += int(rows.lengths.sum()) * geometry.values_per_token
+            excess += sum(8 * tensor.nbytes - 16 * tensor.numel() for tensor in (rows.window.keys, rows.window.values))
+        total_16 = size.bits_total - excess / values
+    return Bits(size.code_bits, size.bits, size.bits_total, total_16)
 
 
 CACHES: dict[str, Callable[[PreTrainedConfig], Cache]] = {CONTROL: OneBitCache}

@@ -7,7 +7,8 @@
     }
 
 A policy is the options of the cache; ``code_bits`` stands for ``bits`` without scales, so that one number suits every
-head dimension.
+head dimension. A peer or an ablation of ``eval/baselines`` is named with its own options: ``{"cache": "kivi",
+"nbits": 2}``.
 """
 
 import json
@@ -15,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+
+from baselines import BASELINES, Baseline
 
 from hf_subbyte_moe.codecs import get_codec
 from hf_subbyte_moe.config import KVCacheConfig
@@ -123,15 +126,17 @@ class PolicyEntry:
 
     Attributes:
         policy: name of the policy, or of the cache.
-        options: options of our cache as given, without a budget.
+        options: options as given, without a budget; of a baseline those that differ from its defaults.
         code_bits: budget of codes a value, scales not counted; None: the policy fixes its own, or the default.
-        cache: name in ``caches.py``; None means ours.
+        cache: name in ``caches.py`` or in ``baselines``; None means ours.
+        baseline: the baseline of that name with its options.
     """
 
     policy: str
     options: Mapping[str, Any] = field(default_factory=dict)
     code_bits: float | None = None
     cache: str | None = None
+    baseline: Baseline | None = None
 
     @classmethod
     def from_dict(cls, key: str, value: object) -> "list[PolicyEntry]":
@@ -139,9 +144,14 @@ class PolicyEntry:
         if not isinstance(value, Mapping):
             raise _fail(key, value, "an object")
         if "cache" in value:
-            name = _section(key, value, ["cache"])["cache"]
+            name = value["cache"]
+            if name in BASELINES:
+                given = {option: setting for option, setting in value.items() if option != "cache"}
+                baseline = BASELINES[name].from_dict(key, given)
+                return [cls(policy=name, options=baseline.options(), cache=name, baseline=baseline)]
             if name not in CACHES:
-                raise _fail(f"{key}.cache", name, f"one of {sorted(CACHES)}")
+                raise _fail(f"{key}.cache", name, f"one of {sorted([*CACHES, *BASELINES])}")
+            _section(key, value, ["cache"])
             return [cls(policy=name, cache=name)]
         options = {name: given for name, given in value.items() if name != "code_bits"}
         if "bits" in options:
@@ -171,7 +181,8 @@ class PolicyEntry:
     def identity(self) -> dict[str, Any]:
         """What tells its rows from those of other policies."""
         if self.cache is not None:
-            return {"policy": self.policy, "codebook": None, "default": False, "budget": None, "options": {}}
+            own = {"policy": self.policy, "codebook": None, "default": False, "budget": None}
+            return {**own, "options": dict(self.options)}
         whole = KVCacheConfig.from_dict(self.options)
         others = {key: value for key, value in whole.to_dict().items() if key not in _IDENTITY_KEYS}
         plain = KVCacheConfig()

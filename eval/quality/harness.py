@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from baselines import Bits, MissingPackageError
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -25,10 +26,9 @@ from transformers.cache_utils import Cache, DynamicCache
 from hf_subbyte_moe.cache import EntropySubbyteCache, attention
 from hf_subbyte_moe.cli.running import forward, load_model
 from hf_subbyte_moe.compat import CACHE_KW
-from hf_subbyte_moe.explain import CacheSize, cache_size
 from hf_subbyte_moe.ops import AttentionResult, AttentionTiles, ExactTokens
 from hf_subbyte_moe.patching import use_packed_attention
-from quality.caches import CACHES, CONTROL, CONTROL_BITS
+from quality.caches import CACHES, CONTROL, CONTROL_BITS, size_of
 from quality.config import CHUNKED, ROOT, ModelEntry, PolicyEntry, QualityConfig
 from quality.rows import ResultFile, Row
 from quality.scoring import Floats, TokenScores, all_right, compare, interval, joined, line_means, summary
@@ -120,8 +120,11 @@ def make_cache(model: PreTrainedModel, entry: PolicyEntry) -> Cache:
 
     Raises:
         ValueError: it does not fit the model; names the policy.
+        MissingPackageError: it needs a package that is not installed.
     """
     config = model.config.get_text_config(decoder=True)
+    if entry.baseline is not None:
+        return entry.baseline.cache(config)
     if entry.cache is not None:
         return CACHES[entry.cache](config)
     try:
@@ -188,6 +191,7 @@ class Measured:
         code_bits: codes alone, bits a packed value, after the prompt; None without tiles or for such a cache.
         bits: with scales and outliers; None likewise.
         bits_total: everything held, bits a cached value; None for such a cache.
+        bits_total_16: the same with exact tokens at 16 bits a value, whatever the model's dtype.
     """
 
     scores: TokenScores
@@ -195,6 +199,7 @@ class Measured:
     code_bits: float | None
     bits: float | None
     bits_total: float | None
+    bits_total_16: float | None
 
 
 def measure(
@@ -208,14 +213,15 @@ def measure(
 ) -> Measured:
     """Decode all sequences through a policy's cache and compare with the exact logits, step by step."""
     parts: list[TokenScores] = []
-    sizes: list[CacheSize] = []
+    sizes: list[Bits] = []
     done = 0
     with metered_attention() as meter:
 
         def before(step: int) -> None:
             meter.on = step % max(1, sequences.targets.shape[1] // _METERED) == 0
-            if not step and isinstance(cache, EntropySubbyteCache):
-                sizes.extend([cache_size(cache)] * len(ids))  # each row counts once
+            size = size_of(cache) if not step else None
+            if size is not None:
+                sizes.extend([size] * len(ids))  # each row counts once
 
         batches = _batches(sequences, batch_tokens, model.device)
         for ids, reference in zip(tqdm(batches, desc=name, unit="batch", leave=False), exact, strict=True):
@@ -239,7 +245,8 @@ def measure(
     packed = [mean(key) for key in ("code_bits", "bits")]
     if entry.cache == CONTROL:  # what its codes say; it is stored in the format of another tier
         packed = [None if bits is None else bits - (packed[0] or 0) + CONTROL_BITS for bits in packed]
-    return Measured(joined(parts, axis=0), meter.mean(), packed[0], packed[1], mean("bits_total"))
+    totals = [mean(key) for key in ("bits_total", "bits_total_16")]
+    return Measured(joined(parts, axis=0), meter.mean(), *packed, *totals)
 
 
 def commit_of(root: Path) -> str:
@@ -278,6 +285,7 @@ class Run:
     Attributes:
         rows: measured by this run.
         dropped: cells that the exact cache failed in this run.
+        skipped: policies that need a package that is not installed, and why.
     """
 
     def __init__(
@@ -288,6 +296,7 @@ class Run:
         self._commit, self._only, self._resume = commit, only, resume
         self.rows: list[Row] = []
         self.dropped: list[Row] = []
+        self.skipped: dict[str, str] = {}
         path = None if config.texts is None else Path(config.texts)
         self._texts = read_texts(path, ROOT)
         self._texts_name = OWN_TEXTS if path is None else path.name
@@ -306,9 +315,18 @@ class Run:
         for entry in self._config.models:
             if self._only("model", entry.name):
                 model, tokenizer = load(entry, self._device)
-                for policy in self._entries:
-                    make_cache(model, policy)  # wrong options fail before the wait
+                for policy in list(self._entries):
+                    self._try_out(model, policy)
                 self.measure_model(entry, model, tokenizer)
+
+    def _try_out(self, model: PreTrainedModel, policy: PolicyEntry) -> None:
+        """Wrong options fail before the wait; what is not installed is left out, and said."""
+        try:
+            make_cache(model, policy)
+        except MissingPackageError as missing:
+            self._entries.remove(policy)
+            self.skipped[policy.policy] = str(missing)
+            tqdm.write(f"skipped: {policy.policy}: {missing}")
 
     def measure_model(self, entry: ModelEntry, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """All contexts, tasks and protocols of a model."""
@@ -380,6 +398,7 @@ class Run:
             "code_bits": found.code_bits,
             "bits": found.bits,
             "bits_total": found.bits_total,
+            "bits_total_16": found.bits_total_16,
             **summary(found.scores, self._config.seed, answers),
             "mass": found.mass,
             "seeds": [self._config.seed],
