@@ -149,7 +149,8 @@ def decode_attention(
         backend: one of ``BACKENDS``.
 
     Returns:
-        Output ``[B, HQ, Sq, Dv]`` fp32, log-sum-exp and entropy (bits; from "torch" alone) ``[B, HQ, Sq]``.
+        Output ``[B, HQ, Sq, Dv]`` fp32 ("cuda": in the query's dtype), log-sum-exp and entropy (bits; from "torch"
+        alone) ``[B, HQ, Sq]``.
 
     Raises:
         ValueError: shapes that do not belong together, or the named backend cannot do this call.

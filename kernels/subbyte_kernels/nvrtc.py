@@ -1,9 +1,14 @@
 """CUDA C++ without a compiler on the machine: NVRTC compiles a kernel for what a call needs, the driver launches it.
 
-Both come with a CUDA build of PyTorch; ``cuda-bindings`` makes them callable.
+Both come with a CUDA build of PyTorch; ``cuda-bindings`` makes them callable. Machine code is kept in a folder of the
+user's, ``$SUBBYTE_KERNELS_CACHE`` or ``~/.cache/subbyte_kernels``: the next process does not compile again.
 """
 
+import contextlib
 import ctypes
+import hashlib
+import os
+import tempfile
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
@@ -86,6 +91,33 @@ def compile_source(source: str, name: str, architecture: str) -> bytes:
         nvrtc.nvrtcDestroyProgram(program)
 
 
+def cache_folder() -> Path:
+    """Where machine code is kept."""
+    named = os.environ.get("SUBBYTE_KERNELS_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "subbyte_kernels"
+
+
+def built(source: str, name: str, architecture: str) -> bytes:
+    """:func:`compile_source`, or what an earlier call of the same compiler made of the same text.
+
+    A folder that cannot be read or written is one that holds nothing.
+    """
+    compiler = checked(nvrtc.nvrtcVersion())
+    key = hashlib.sha256(repr((source, architecture, compiler)).encode()).hexdigest()
+    kept = cache_folder() / f"{Path(name).stem}-{key[:32]}.cubin"
+    with contextlib.suppress(OSError):
+        binary = kept.read_bytes()
+        if binary[-32:] == hashlib.sha256(binary[:-32]).digest():  # whole
+            return binary[:-32]
+    binary = compile_source(source, name, architecture)
+    with contextlib.suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
+            file.write(binary + hashlib.sha256(binary).digest())
+        os.replace(file.name, kept)  # noqa: PTH105 - other processes see all of it or nothing
+    return binary
+
+
 @lru_cache(maxsize=8)
 def capability(device: int) -> tuple[int, int]:
     """Compute capability of a device."""
@@ -130,7 +162,7 @@ class Kernel:
         with torch.cuda.device(device):
             torch.cuda.current_blas_handle()  # the driver's context of this device exists and is current from here on
             try:
-                binary = compile_source(text, source.name, "sm_{}{}".format(*capability(device)))
+                binary = built(text, source.name, "sm_{}{}".format(*capability(device)))
                 self._module = checked(driver.cuModuleLoadData(binary))
                 self._function = checked(driver.cuModuleGetFunction(self._module, function.encode()))
                 limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from subbyte_kernels.decode_attention.balance import MAX_SPLITS, cut_lengths, cut_rows
+from subbyte_kernels.decode_attention.balance import MAX_SPLITS, cut_lengths, cut_rows, union_of_blocks
 
 
 def blocks_of(costs: np.ndarray, heads: int, slots: int = 132, warps: int = 8) -> np.ndarray:
@@ -62,3 +62,14 @@ def test_rows_whose_units_cost_the_same_are_cut_by_their_lengths() -> None:
     costs = (np.arange(600) < np.array(units)[:, None]) * 1.0
     assert (cut_lengths(units, 2, 132, 8) == cut_rows(costs, 2, 132, 8)).all()
     assert cut_lengths(units, 2, 132, 8) is cut_lengths(units, 2, 132, 8)
+
+
+def test_a_block_wants_what_any_of_its_tiles_wants() -> None:
+    random = np.random.default_rng(1)
+    wanted = random.integers(0, 8, (6, 50)) * (random.random((6, 50)) < 0.2)
+    blocks = blocks_of(np.repeat(1.0 + (wanted > 0), 2, axis=1), heads=3, slots=40)
+    unions = union_of_blocks(blocks, wanted.astype(np.int32), heads=3)
+    for (row, head, _, _, first, end, _, _), union in zip(blocks.tolist(), unions.tolist(), strict=True):
+        tiles = {unit // 2 for unit in range(first, end)}
+        assert union == np.bitwise_or.reduce([0, *(int(wanted[row * 3 + head, tile]) for tile in tiles)])
+    assert len(set(unions.tolist())) > 2

@@ -1,5 +1,7 @@
 """The CUDA kernels compile, for every tier and shape that the launchers let through; no GPU is needed for that."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -27,25 +29,44 @@ def _missing() -> str | None:
 pytestmark = pytest.mark.skipif(_missing() is not None, reason=str(_missing()))
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-@pytest.mark.parametrize(("head_dim", "group", "warps"), [(128, 4, 8), (64, 8, 12), (128, 16, 4)])
-def test_decode_attention(head_dim: int, group: int, warps: int, architecture: str) -> None:
-    tables = sorted({(fmt.entries, fmt.vector_dim) for fmt in FORMATS if fmt.entries}, reverse=True)
-    tiers = tuple(
+NAMED = {fmt.name: fmt for fmt in FORMATS}
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "head_dim", "group", "warps", "architecture"),
+    [
+        (["fp6", "vq175"], ["vq2", "vq3"], 128, 4, 8, "sm_90"),
+        (["vq2"], ["vq4"], 64, 8, 12, "sm_80"),
+        (["fp8"], ["fp6"], 128, 16, 4, "sm_90"),
+        (["vq3"], ["vq175"], 128, 8, 8, "sm_80"),
+        (["vq4"], ["fp8"], 64, 1, 16, "sm_90"),
+    ],
+)
+def test_decode_attention(
+    keys: list[str], values: list[str], head_dim: int, group: int, warps: int, architecture: str
+) -> None:
+    formats = [NAMED[name] for name in (*keys, *values)]
+    tables = sorted({(fmt.entries, fmt.vector_dim) for fmt in formats if fmt.entries}, reverse=True)
+    tiers = [
         (fmt.tier_id, str(kernel_kind(fmt)), tables.index((fmt.entries, fmt.vector_dim)) if fmt.entries else -1)
-        for fmt in FORMATS
-    )
+        for fmt in formats
+    ]
     variant = decode._Variant(
         device=0,
         head_dim=head_dim,
         quads=decode._quads(group),
         bf16=head_dim == 128,
         config=decode.CudaConfig(warps, 1),
-        tiers=(tiers, tiers[::-1]),
+        tiers=(tuple(tiers[: len(keys)]), tuple(tiers[len(keys) :])),
         tables=tuple(tables),
     )
     text = nvrtc.full_text(decode._SOURCE, variant.defined())
     assert nvrtc.compile_source(text, "decode_attention.cu", architecture)
+
+
+def test_every_tier_is_compiled_on_both_sides() -> None:
+    (given,) = (mark.args[1] for mark in test_decode_attention.pytestmark)  # type: ignore[attr-defined]
+    assert {name for keys, *_ in given for name in keys} == {name for _, values, *_ in given for name in values} == set(NAMED)
 
 
 def test_decode_attention_without_tiles() -> None:
@@ -65,3 +86,27 @@ def test_pack_tiles(fmt: object, head_dim: int) -> None:
 def test_what_does_not_compile_is_said_with_the_compilers_words() -> None:
     with pytest.raises(nvrtc.BuildError, match=r"broken.cu does not compile:\n.*undefined_name"):
         nvrtc.compile_source("__global__ void f() { undefined_name(); }", "broken.cu", "sm_90")
+
+
+def test_machine_code_is_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBBYTE_KERNELS_CACHE", str(tmp_path / "kept"))
+    text = "extern \"C\" __global__ void f(int *x) { *x = 1; }"
+    first = nvrtc.built(text, "f.cu", "sm_90")
+    (file,) = (tmp_path / "kept").iterdir()
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *given: pytest.fail("compiled again"))
+    assert nvrtc.built(text, "f.cu", "sm_90") == first
+    made = []
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *given: made.append(given) or first)
+    nvrtc.built(text, "f.cu", "sm_80")  # another machine's
+    nvrtc.built(text + " ", "f.cu", "sm_90")  # another text
+    file.write_bytes(file.read_bytes()[:-40])  # a disk that was full
+    assert nvrtc.built(text, "f.cu", "sm_90") == first
+    assert len(made) == 3
+    assert nvrtc.built(text, "f.cu", "sm_90") == first
+    assert len(made) == 3
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("SUBBYTE_KERNELS_CACHE", str(tmp_path / "file" / "kept"))
+    assert nvrtc.built("__global__ void f() {}", "f.cu", "sm_90")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from subbyte_kernels import nvrtc
-from subbyte_kernels.decode_attention import AttentionTiles, ExactTokens, cuda_kernel, decode_attention
+from subbyte_kernels.decode_attention import AttentionTiles, ExactTokens, cuda_kernel, cuda_plan, decode_attention
 from subbyte_kernels.decode_attention.cuda_kernel import CudaConfig, decode_attention_cuda, repeat_attention_cuda
 from subbyte_kernels.formats import TILE_TOKENS
 from subbyte_kernels.lanes import Order
@@ -67,7 +67,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(cuda_kernel, "_arrived", cache(scratch))
     monkeypatch.setattr(nvrtc, "capture_id", lambda stream: seen.capture)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(seen.capture))
-    monkeypatch.setattr(cuda_kernel, "_NO_TILES", cuda_kernel._Plan(None))
+    monkeypatch.setattr(cuda_plan, "NO_TILES", cuda_plan.Plan(None))
     return seen
 
 
@@ -92,7 +92,7 @@ def test_the_first_call_writes_every_parameter(launches: Launches) -> None:
     sinks = torch.zeros(HEADS * GROUP)
     result = decode_attention_cuda(query, exact, packed, 0.125, sink_logits=sinks, splits=3)
     grid, params, stream = launches.made[0]
-    plan = cuda_kernel._plan(packed)
+    plan = cuda_plan.plan_of(packed)
     assert (grid, stream) == ((3, HEADS, 1), STREAM)
     assert launches.checks == 1
     fields = launches.fields()
@@ -100,7 +100,7 @@ def test_the_first_call_writes_every_parameter(launches: Launches) -> None:
     assert fields[:6] == tuple(tensor.data_ptr() for tensor in inputs)
     assert fields[6:12] == (*plan.pointers[2:], sinks.data_ptr(), result.output.data_ptr(), result.lse.data_ptr())
     partials = HEADS * 3 * 4  # heads, splits, queries
-    assert fields[13] - fields[12] == 4 * partials * DIM
+    assert fields[13] - fields[12] == 2 * partials * DIM
     assert fields[15:21] == (0, *query.stride()[:2], *exact.keys.stride()[:3])
     assert fields[21:24] == (exact.visible.stride(0), *packed.keys[0].pages.stride()[:2])
     assert fields[24:] == (HEADS, GROUP, EXACT, 1, 3, 0.125)
@@ -174,10 +174,11 @@ def test_tiers_that_cost_differently_come_as_a_list_of_blocks(launches: Launches
     decode_attention_cuda(*step(), packed, 0.125)
     grid, params, _ = launches.made[0]
     assert grid == (HEADS, 1, 1)  # a block for each head: a tile is less than a round of eight warps
-    launch = next(iter(cuda_kernel._plan(packed).launches.values()))
+    launch = next(iter(cuda_plan.plan_of(packed).launches.values()))
     assert launch._work is not None
     assert launches.fields()[15] == launch._work.data_ptr()
-    assert launch._work.tolist() == [[0, 1, 0, 1, 0, 2, 1, 0], [0, 0, 0, 1, 0, 2, 0, 0]]  # fp6 first, it takes longer
+    # fp6 first, it takes longer; the other one needs a table
+    assert launch._work.tolist() == [[0, 1, 0, 1, 0, 2, 1, 0], [0, 0, 0, 1, 0, 2, 0, 1]]
     assert params[struct.calcsize(HEAD) :]
 
 
@@ -217,11 +218,11 @@ def test_what_is_remembered_is_bounded_and_goes_with_the_tiles(launches: Launche
     packed = tiles()
     for splits in range(1, cuda_kernel._MAX_LAUNCHES + 3):
         decode_attention_cuda(*step(), packed, 0.125, splits=splits)
-    assert len(cuda_kernel._plan(packed).launches) == 2
-    known = len(cuda_kernel._plans)
+    assert len(cuda_plan.plan_of(packed).launches) == 2
+    known = len(cuda_plan.plans)
     del packed
     gc.collect()
-    assert len(cuda_kernel._plans) == known - 1
+    assert len(cuda_plan.plans) == known - 1
 
 
 def test_a_kernel_is_made_for_the_tiers_that_a_side_uses_and_in_one_order(launches: Launches) -> None:
@@ -253,7 +254,25 @@ def test_rows_of_different_length_come_as_a_list_of_blocks(launches: Launches) -
     keys = packed_side(states, named, torch.zeros(2, HEADS, DIM), order=Order.KEYS)[0]
     packed = AttentionTiles((keys,), packed_side(states, named, None, order=Order.VALUES)[0])
     decode_attention_cuda(*step(rows=2), packed, 0.125)
-    launch = next(iter(cuda_kernel._plan(packed).launches.values()))
+    launch = next(iter(cuda_plan.plan_of(packed).launches.values()))
     assert launch._work is not None
     ranges = {(row, head): (first, end) for row, head, _, _, first, end, _, _ in launch._work.tolist()}
     assert ranges == {(0, 0): (0, 4), (0, 1): (0, 4), (1, 0): (0, 2), (1, 1): (0, 2)}
+
+
+def test_tiles_are_sorted_by_their_pair_of_tiers(launches: Launches) -> None:
+    states = gaussian(1, HEADS, 5, TILE_TOKENS, DIM, seed=1)
+    keys = packed_side(states, [[["vq3", "fp6", "vq3", "fp6", "vq3"], ["fp6"] * 4]], torch.zeros(1, HEADS, DIM))[0]
+    values = packed_side(states, [[["vq2", "vq2", "vq4", "vq2", "vq2"], ["vq2"] * 4]], None, order=Order.VALUES)[0]
+    packed = AttentionTiles((replace(keys, order=Order.KEYS),), values)
+    decode_attention_cuda(*step(), packed, 0.125)
+    plan = cuda_plan.plan_of(packed)
+    pages = [side.tolist() for side in plan._held[:2] if side is not None]
+    assert launches.fields()[4:6] == tuple(side.data_ptr() for side in plan._held[:2] if side is not None)
+    for head, tiles_of_head in enumerate((5, 4)):
+        pairs = list(zip(*(side[0][head][:tiles_of_head] for side in pages), strict=True))
+        before = zip(*(side.pages[0, head, :tiles_of_head].tolist() for side in (keys, values)), strict=True)
+        assert sorted(pairs) == sorted(before)  # keys and values of a tile stay together
+        tiers = [(key >> 24, value >> 24) for key, value in pairs]
+        assert tiers == sorted(tiers)
+    assert pages[0][0][1][4] == pages[1][0][1][4] == -1  # a row's end stays its end

@@ -69,10 +69,10 @@ def cut_rows(unit_costs: NDArray[np.float64], heads: int, slots: int, warps: int
 
     Returns:
         ``[blocks, 8]``: row, head, split, splits; first unit, end, first partial result of the (row, head), zero. The
-        longest blocks first.
+        longest blocks first. A copy: the caller may fill in the last column.
     """
     if same_cost(unit_costs):
-        return cut_lengths(tuple((unit_costs > 0).sum(1).tolist()), heads, slots, warps)
+        return cut_lengths(tuple((unit_costs > 0).sum(1).tolist()), heads, slots, warps).copy()
     return _cut(unit_costs, heads, slots, warps)
 
 
@@ -103,3 +103,23 @@ def _cut(unit_costs: NDArray[np.float64], heads: int, slots: int, warps: int) ->
     made = np.stack(columns, axis=1)
     order = np.argsort(-(costs / counts)[pair], kind="stable")
     return made[order].astype(np.int32)
+
+
+def union_of_blocks(blocks: NDArray[np.int32], wanted: NDArray[np.int32], heads: int) -> NDArray[np.int32]:
+    """What the tiles of each block want together.
+
+    Args:
+        blocks: ``[blocks, 8]`` as :func:`cut_rows` makes them.
+        wanted: ``[B * H, T]`` bits of each tile of 128 tokens.
+        heads: H.
+
+    Returns:
+        ``[blocks]`` bits that any of a block's tiles has.
+    """
+    start = (blocks[:, 0] * heads + blocks[:, 1]) * wanted.shape[1]
+    first, end = start + blocks[:, 4] // 2, start + (blocks[:, 5] + 1) // 2
+    union = np.zeros(len(blocks), dtype=np.int32)
+    for bit in range(int(wanted.max(initial=0)).bit_length()):
+        having = np.concatenate([[0], (wanted >> bit & 1).cumsum()])
+        union |= (having[end] > having[first]).astype(np.int32) << bit
+    return union

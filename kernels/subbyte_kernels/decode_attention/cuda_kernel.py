@@ -1,7 +1,7 @@
 """The fused kernel in CUDA C++ (``decode_attention.cu``), compiled by NVRTC for what a call needs.
 
-A kernel is made once for each combination of head dimension, group, dtype and tiers, in about a second; it needs no
-compiler on the machine, only the two libraries that come with a CUDA build of PyTorch. Launching allocates the output
+A kernel is made once for each combination of head dimension, group, dtype and tiers, in a second for a pair of tiers;
+it needs no compiler on the machine, only the two libraries that come with a CUDA build of PyTorch. Launching allocates the output
 and reads nothing back, so a call that was made before can be captured in a CUDA graph.
 
 Between two flushes every decode step is the same call with other tensors, so what the checks of the first one found
@@ -10,23 +10,20 @@ stays with the tiles: ``repeat_attention_cuda`` only fills in addresses.
 
 import math
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from subbyte_kernels import nvrtc
-from subbyte_kernels.decode_attention.balance import MAX_SPLITS, SIDE_COSTS, cut_rows, same_cost
+from subbyte_kernels.decode_attention import cuda_plan
+from subbyte_kernels.decode_attention.balance import MAX_SPLITS, cut_rows, union_of_blocks
 from subbyte_kernels.decode_attention.cuda_config import CudaConfig, choose_config, choose_splits
+from subbyte_kernels.decode_attention.cuda_plan import Plan, plan_of
 from subbyte_kernels.decode_attention.reference import AttentionResult, AttentionTiles, ExactTokens
-from subbyte_kernels.formats import PackedTiles, kernel_kind, page_tiers
-from subbyte_kernels.lanes import Order
 
 
 _HEAD_DIMS = (64, 128)
@@ -34,20 +31,7 @@ _MAX_GROUP = 16
 _MIN_CAPABILITY = (8, 0)
 _SOURCE = Path(__file__).with_name("decode_attention.cu")
 _MAX_LAUNCHES = 64  # layouts that are remembered with the same tiles
-_EVEN = 1.25  # longest row against the mean: up to here one cut for all rows wastes little
 _ENTRY_BYTES = 128  # what the copies of one table entry take in shared memory
-
-
-def _side_obstacle(side: PackedTiles, order: Order) -> str | None:
-    for fmt in side.formats.values():
-        if kernel_kind(fmt) is None:
-            return f"it has no path for tier {fmt.name!r}"
-    for tier, table in side.tables.items():
-        if tier in side.pools and table.dtype != torch.float16:
-            return f"the table of tier {side.formats[tier].name!r} is not fp16"
-    if side.signs is None or side.order is not order:
-        return "the tiles were packed for another kernel"
-    return None
 
 
 def cuda_obstacle(
@@ -82,7 +66,7 @@ def cuda_obstacle(
         return f"it takes fp16 and bf16, not {query.dtype}"
     if softcap is not None:
         return "it has no softcap"
-    plan = _plan(tiles)
+    plan = plan_of(tiles)
     if plan.obstacle is None and _fitting_config(plan, query, group, None) is None:
         return "the tables of so many tiers do not fit into shared memory"
     return plan.obstacle
@@ -98,7 +82,8 @@ class _Variant:
         quads: groups of four queries.
         bf16: the model's dtype is bf16, else fp16.
         config: how a launch is cut.
-        tiers: per side, for each pool its tier, kind and the index of its table (-1 without one).
+        tiers: per side, for each tier its number, kind and the index of its table (-1 without one); every pair of them
+            has a loop of its own.
         tables: entries and vector_dim of each table, the largest first.
     """
 
@@ -120,19 +105,19 @@ class _Variant:
 
     def defined(self) -> dict[str, object]:
         """What the kernel's text wants to know."""
-        sides = [
-            " ".join(f"TIER({index}, {tier}, {kind}, {table})" for index, (tier, kind, table) in enumerate(side))
-            for side in self.tiers
-        ]
+        keys, values = ([(index, *tier) for index, tier in enumerate(side)] for side in self.tiers)
+        sides = [" ".join(f"TIER({index}, {tier}, {kind})" for index, tier, kind, _ in side) for side in (keys, values)]
+        pairs = [", ".join(str(part) for part in (*key, *value)) for key in keys for value in values]
         return {
             "HEAD_DIM": self.head_dim,
             "QUADS": self.quads,
             "WARPS": self.config.warps,
             "BLOCKS": self.config.blocks_per_sm,
-            "EXACT_BF16": int(self.bf16),
+            "MODEL_BF16": int(self.bf16),
             "SHARED_BYTES": self.shared_bytes,
             "KEY_TIERS": sides[0],
             "VALUE_TIERS": sides[1],
+            "PAIRS": " ".join(f"PAIR({pair})" for pair in pairs),
             "TABLES": " ".join(f"TABLE({index}, {size}, {dim})" for index, (size, dim) in enumerate(self.tables)),
         }
 
@@ -166,127 +151,7 @@ def _partial(device: int, stream: int, capture: int, size: int) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device=f"cuda:{device}")
 
 
-class _Plan:
-    """What the kernel wants to know about packed tiles. They stay the same between two flushes, so once is enough.
-
-    Attributes:
-        obstacle: why the kernel cannot read them, or None.
-        tiers: of the variant.
-        tables: entries and vector_dim of each table.
-        pointers: addresses of pages, mean and signs.
-        strides: of the pages.
-        ends: the end of the kernel's parameters: pools of both sides, tables and their strides.
-        count: tiles of the longest row.
-        launches: layout of a call that was checked -> how to repeat it.
-    """
-
-    def __init__(self, tiles: AttentionTiles | None) -> None:
-        self.launches: dict[_Layout, _Launch] = {}
-        self.obstacle: str | None = None
-        self.tiers: tuple[tuple[tuple[int, str, int], ...], ...] = ((), ())
-        self.tables: tuple[tuple[int, int], ...] = ()
-        self.pointers = [0] * 5
-        self.strides = [0, 0]
-        self.ends = [0] * 5
-        self.count = 0 if tiles is None else tiles.values.pages.shape[-1]
-        self._held: list[Tensor | None] = []  # what the addresses point into
-        if tiles is None or not self.count:
-            return
-        if len(tiles.keys) != 1 or tiles.values.mean is not None:
-            self.obstacle = "it takes one part of keys, and values without a mean"
-            return
-        self._sides = tuple(_used(side) for side in (tiles.keys[0], tiles.values))
-        self.obstacle = _side_obstacle(self._sides[0], Order.KEYS) or _side_obstacle(self._sides[1], Order.VALUES)
-        if self.obstacle is None:
-            self._read(*self._sides)
-
-    def _read(self, keys: PackedTiles, values: PackedTiles) -> None:
-        pages = [keys.pages, values.pages]
-        if pages[0].stride() != pages[1].stride() or pages[0].stride(-1) != 1:
-            pages = [side.contiguous() for side in pages]
-        mean = None if keys.mean is None else keys.mean.contiguous()
-        self._held = [*pages, mean, keys.signs, values.signs]
-        self.pointers = [0 if tensor is None else tensor.data_ptr() for tensor in self._held]
-        self.strides = list(pages[0].stride()[:2])
-        found: dict[tuple[int, int, int], tuple[int, int]] = {}
-        for side in (keys, values):
-            for tier in side.pools:
-                if tier in side.tables:
-                    entries, vector_dim = side.tables[tier].shape[2:]
-                    found[_identity(side.tables[tier])] = (entries, vector_dim)
-        identities = sorted(found, key=lambda identity: -found[identity][0])
-        self.tables = tuple(found[identity] for identity in identities)
-        tiers = []
-        for side in (keys, values):
-            places = {
-                tier: identities.index(_identity(table)) for tier, table in side.tables.items() if tier in side.pools
-            }
-            kinds = ((tier, kernel_kind(side.formats[tier]) or "", places.get(tier, -1)) for tier in side.pools)
-            tiers.append(tuple(kinds))
-        self.tiers = tuple(tiers)
-        pools = [[pool.data_ptr() for pool in side.pools.values()] for side in (keys, values)]
-        fields = [*pools, *([identity[part] for identity in identities] for part in range(3))]
-        self.ends = [value for field in fields for value in field or [0]]
-        self._held += [tensor for side in (keys, values) for tensor in (*side.pools.values(), *side.tables.values())]
-
-    def hold(self, tensor: Tensor) -> Tensor:
-        """Keep a tensor as long as the tiles."""
-        self._held.append(tensor)
-        return tensor
-
-    def unit_costs(self) -> NDArray[np.float64] | None:
-        """``[B * H, units]`` cost of each unit of 64 tokens, zero where there is none; None where rows are alike.
-
-        Reads the pages back if nobody has them on the host.
-        """
-        if self.obstacle is not None or not self.count:
-            return None
-        costs: NDArray[np.float64] = np.zeros(1)
-        for side, tiers in zip(self._sides, self.tiers, strict=True):
-            by_tier = np.zeros(129)
-            for tier, kind, _ in tiers:
-                by_tier[tier] = SIDE_COSTS[kind]
-            host = side.pages.cpu().numpy() if side.host_pages is None else side.host_pages
-            found = page_tiers(torch.from_numpy(host)).numpy()
-            costs = costs + by_tier[found]  # tier -1 is the last place: no page, no cost
-        lengths = (costs > 0).sum(-1)
-        if same_cost(costs) and lengths.max() <= _EVEN * lengths.mean():
-            return None
-        return np.repeat(costs.reshape(-1, costs.shape[-1]), 2, axis=1)
-
-
-def _used(side: PackedTiles) -> PackedTiles:
-    """A side with the pools of those tiers alone that its pages name, in order: fewer and smaller kernels."""
-    named = sorted(side.pools)
-    if side.host_pages is not None:
-        named = [tier for tier in page_tiers(torch.from_numpy(side.host_pages)).unique().tolist() if tier >= 0]
-    return replace(
-        side,
-        pools={tier: side.pools[tier] for tier in named},
-        formats={tier: side.formats[tier] for tier in named},
-        tables={tier: table for tier, table in side.tables.items() if tier in named},
-    )
-
-
-def _identity(table: Tensor) -> tuple[int, int, int]:
-    """Address and strides of a row's and a head's table; zero where all share one."""
-    return table.data_ptr(), table.stride(0) * (table.shape[0] > 1), table.stride(1) * (table.shape[1] > 1)
-
-
-_NO_TILES = _Plan(None)
-_plans: WeakKeyDictionary[AttentionTiles, _Plan] = WeakKeyDictionary()
-
-
-def _plan(tiles: AttentionTiles | None) -> _Plan:
-    if tiles is None:
-        return _NO_TILES
-    plan = _plans.get(tiles)
-    if plan is None:
-        plan = _plans[tiles] = _Plan(tiles)
-    return plan
-
-
-def _variant(plan: _Plan, query: Tensor, group: int, config: CudaConfig) -> _Variant:
+def _variant(plan: Plan, query: Tensor, group: int, config: CudaConfig) -> _Variant:
     return _Variant(
         device=query.device.index,
         head_dim=query.shape[-1],
@@ -303,7 +168,7 @@ def _quads(group: int) -> int:
     return 1 << (math.ceil(group / 4) - 1).bit_length()
 
 
-def _fitting_config(plan: _Plan, query: Tensor, group: int, config: CudaConfig | None) -> _Variant | None:
+def _fitting_config(plan: Plan, query: Tensor, group: int, config: CudaConfig | None) -> _Variant | None:
     """The variant for the given or the tuned configuration, with fewer warps where the tables need the room."""
     device = query.device.index
     heads = query.shape[0] * query.shape[1] // group
@@ -339,7 +204,7 @@ def decode_attention_cuda(
         config: how a launch is cut; tuned if None.
 
     Returns:
-        Output ``[B, HQ, 1, D]`` fp32 and log-sum-exp ``[B, HQ, 1]`` fp32; no entropy.
+        Output ``[B, HQ, 1, D]`` in the query's dtype and log-sum-exp ``[B, HQ, 1]`` fp32; no entropy.
 
     Raises:
         ValueError: the kernel cannot compute this call; says why.
@@ -353,7 +218,7 @@ def decode_attention_cuda(
         raise ValueError(f"the cuda kernel cannot compute this attention: {obstacle}")
     if splits is not None and not 1 <= splits <= MAX_SPLITS:
         raise ValueError(f"splits={splits} is not possible: from 1 to {MAX_SPLITS}")
-    plan = _plan(tiles)
+    plan = plan_of(tiles)
     query, exact = _aligned(query, exact)
     launch = _Launch(plan, query, exact, scaling, splits, config)
     if len(plan.launches) >= _MAX_LAUNCHES:
@@ -376,7 +241,7 @@ def repeat_attention_cuda(
 
     The same call has the same tiles, the same layout of all tensors and the same numbers.
     """
-    plan = _NO_TILES if tiles is None else _plans.get(tiles)
+    plan = cuda_plan.NO_TILES if tiles is None else cuda_plan.plans.get(tiles)
     if plan is None or not plan.launches or softcap is not None:
         return None
     launch = plan.launches.get(_layout(query, exact, scaling, splits, config))
@@ -426,7 +291,7 @@ class _Launch:
 
     def __init__(
         self,
-        plan: _Plan,
+        plan: Plan,
         query: Tensor,
         exact: ExactTokens,
         scaling: float,
@@ -446,6 +311,7 @@ class _Launch:
         if costs is not None:
             slots = multiprocessors * variant.config.blocks_per_sm
             work = cut_rows(costs, heads, slots, variant.config.warps)
+            work[:, 7] = union_of_blocks(work, plan.tables_of_tiles(), heads)
             self._work = plan.hold(torch.from_numpy(work).to(query.device, non_blocking=query.is_cuda))
             splits, blocks, self._grid = 1, len(work), (len(work), 1, 1)
         else:
@@ -476,14 +342,14 @@ class _Launch:
         capture = nvrtc.capture_id(stream)
         shared = self._captured.get((stream, capture))
         if shared is None:
-            size = self._rows * (self._dim + 2)
+            size = self._rows * (self._dim // 2 + 4)  # fp16 sums, then four numbers for each
             held = (
                 _partial(self._device, stream, capture, 1 << size.bit_length()),
                 _arrived(self._device, stream, capture, 1 << self._pairs.bit_length()),
             )
             self._held.append(held)
             partial, arrived = (tensor.data_ptr() for tensor in held)
-            shared = struct.pack("<3Q", partial, partial + 4 * self._rows * self._dim, arrived)
+            shared = struct.pack("<3Q", partial, partial + 2 * self._rows * self._dim, arrived)
             self._captured[stream, capture] = shared
         if not capture:
             self._shared[stream] = shared
@@ -492,7 +358,7 @@ class _Launch:
     def __call__(self, query: Tensor, exact: ExactTokens, sink_logits: Tensor | None) -> AttentionResult:
         device = query.device
         sinks = None if sink_logits is None else sink_logits.float().contiguous()
-        output = torch.empty(self._output_shape, dtype=torch.float32, device=device)
+        output = torch.empty(self._output_shape, dtype=query.dtype, device=device)
         lse = torch.empty(self._output_shape[:3], dtype=torch.float32, device=device)
         stream = _current_stream(self._device)
         shared = None if torch.cuda.is_current_stream_capturing() else self._shared.get(stream)

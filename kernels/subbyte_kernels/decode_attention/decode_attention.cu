@@ -27,8 +27,8 @@
 // g, query t) to those that need it (column g, tokens t and t + 4) by two shuffles for 16 tokens.
 //
 // The host defines, in front of warp.cuh and this text: HEAD_DIM, QUADS (groups of 4 queries), WARPS, BLOCKS (blocks of an SM),
-// EXACT_BF16 (the model's dtype is bf16, else fp16), SHARED_BYTES, KEY_TIERS and VALUE_TIERS as lists of TIER(index, id, kind, table),
-// TABLES as a list of TABLE(index, entries, dim).
+// MODEL_BF16 (the model's dtype is bf16, else fp16), SHARED_BYTES, KEY_TIERS and VALUE_TIERS as lists of TIER(index, id, kind),
+// TABLES as a list of TABLE(index, entries, dim), PAIRS as a list of PAIR(key index, id, kind, table, value index, id, kind, table).
 
 // ---------------------------------------------------------------------------------------------- constants
 
@@ -68,10 +68,13 @@ constexpr int table_offset(int index) {
     return offset;
 }
 
-#define TIER(index, id, kind, table) +1
+#define TIER(index, id, kind) +1
 constexpr int N_KEY_TIERS = 0 KEY_TIERS;
 constexpr int N_VALUE_TIERS = 0 VALUE_TIERS;
 #undef TIER
+#define PAIR(key_index, key_id, key_kind, key_table, value_index, value_id, value_kind, value_table) +1
+constexpr int N_PAIRS = 0 PAIRS;
+#undef PAIR
 
 // Shared memory: each warp's packed sum, then its exact one | rotated queries | (m, l) of the sums | size of each
 // query and its product with the mean | a flag | tables. A table starts at a multiple of its size, so that an entry's
@@ -99,12 +102,12 @@ struct Params {
     const float *key_signs;        // [D]
     const float *value_signs;
     const float *sinks;            // [HQ] or null
-    float *output;                 // [B, HQ, D]
+    u16 *output;                   // [B, HQ, D]
     float *lse;                    // [B, HQ]
-    float *partial;                // [splits of all (row, head), QUERIES, D]
-    float2 *partial_state;         // [splits of all (row, head), QUERIES]
+    u16 *partial;                  // [splits of all (row, head), QUERIES, D] fp16
+    float4 *partial_state;         // [splits of all (row, head), QUERIES] maximum, denominator, unit of the sum
     u32 *arrived;                  // [B H], zero before and after
-    const int4 *work;              // [blocks, 2]: row, head, split, splits; first unit, end, first partial result; or null
+    const int4 *work;              // [blocks, 2]: row, head, split, splits; first unit, end, first partial result, tables; or null
     u64 query_row, query_head;     // strides in elements
     u64 exact_row, exact_head, exact_token;
     u64 visible_row, page_row, page_head;
@@ -133,14 +136,14 @@ DEVICE u32 bfloat2(float low, float high) {
 DEVICE float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
 DEVICE float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 DEVICE float from_model(u16 bits) {
-#if EXACT_BF16
+#if MODEL_BF16
     return __uint_as_float((u32)bits << 16);
 #else
     return from_half(bits);
 #endif
 }
 DEVICE u32 model2(float low, float high) {
-#if EXACT_BF16
+#if MODEL_BF16
     return bfloat2(low, high);
 #else
     return half2(low, high);
@@ -153,7 +156,7 @@ DEVICE void mma_half(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 DEVICE void mma_model(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-#if EXACT_BF16
+#if MODEL_BF16
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
@@ -434,42 +437,27 @@ template <Kind kind> DEVICE const u32 *scales_at(const u32 *pool, int page, int 
 }
 
 DEVICE void prefetch_key(const Params &p, int page, int unit, u32 (&words)[16], int lane) {
-#define TIER(index, id, kind, table) \
+#define TIER(index, id, kind) \
     if (N_KEY_TIERS == 1 || page >> 24 == id) load_batch<kind>(words, codes_at<kind>(p.key_pool[index], page, unit), 0, lane);
     KEY_TIERS
 #undef TIER
 }
 DEVICE void prefetch_value(const Params &p, int page, int unit, u32 (&words)[16], int lane) {
-#define TIER(index, id, kind, table) \
+#define TIER(index, id, kind) \
     if (N_VALUE_TIERS == 1 || page >> 24 == id) load_batch<kind>(words, codes_at<kind>(p.value_pool[index], page, unit), 0, lane);
     VALUE_TIERS
 #undef TIER
 }
 DEVICE void prefetch_scales(const Params &p, int key_page, int value_page, int unit, u32 (&key)[4], u32 (&value)[4], int g) {
-#define TIER(index, id, kind, table) \
+#define TIER(index, id, kind) \
     if (N_KEY_TIERS == 1 || key_page >> 24 == id) load_words(key, scales_at<kind>(p.key_pool[index], key_page, unit, g), 4);
     KEY_TIERS
 #undef TIER
-#define TIER(index, id, kind, table) \
+#define TIER(index, id, kind) \
     if (N_VALUE_TIERS == 1 || value_page >> 24 == id) load_words(value, scales_at<kind>(p.value_pool[index], value_page, unit, g), 4);
     VALUE_TIERS
 #undef TIER
 }
-DEVICE float key_unit_size(int page) {
-    float size = 1.0f;
-#define TIER(index, id, kind, table) if (N_KEY_TIERS == 1 || page >> 24 == id) size = unit_of(kind);
-    KEY_TIERS
-#undef TIER
-    return size;
-}
-DEVICE float value_unit_size(int page) {
-    float size = 1.0f;
-#define TIER(index, id, kind, table) if (N_VALUE_TIERS == 1 || page >> 24 == id) size = unit_of(kind);
-    VALUE_TIERS
-#undef TIER
-    return size;
-}
-
 // What a warp has loaded ahead: the first words of a unit's codes, and its scales.
 struct Ahead {
     int key_page, value_page;
@@ -481,6 +469,10 @@ struct Ahead {
             key_page = key_pages[unit >> 1];
             value_page = value_pages[unit >> 1];
         }
+        if (N_PAIRS > 1) {
+            key_page = __shfl_sync(FULL, key_page, 0);
+            value_page = __shfl_sync(FULL, value_page, 0);
+        }
     }
     DEVICE void load(const Params &p, int unit, int lane) {
         if (key_page >= 0) {
@@ -491,18 +483,18 @@ struct Ahead {
     }
 };
 
-DEVICE void packed_units(const Params &p, Warp &warp, Ahead &ahead, const int *key_pages, const int *value_pages, int unit, int end) {
-    const int lane = warp.lane, g = warp.g, t = warp.t;
+// A run of units whose tiles have one pair of tiers; `ahead` holds the first of them, and afterwards the pages of the
+// unit behind the run.
+template <int key_index, int key_id, Kind key_kind, int key_table, int value_index, int value_id, Kind value_kind, int value_table>
+DEVICE void run_of_units(const Params &p, Warp &warp, Ahead &ahead, const Queries &query, const float (&size)[QUADS],
+                         const int *key_pages, const int *value_pages, int &unit, int end, u32 tables) {
+    constexpr float KEY_UNIT = unit_of(key_kind), VALUE_UNIT = unit_of(value_kind);
+    const int lane = warp.lane, g = warp.g;
+    const u32 *key_pool = p.key_pool[key_index], *value_pool = p.value_pool[value_index];
     u32 (&key_words)[16] = ahead.key_words, (&value_words)[16] = ahead.value_words;
     u32 (&key_scales)[4] = ahead.key_scales, (&value_scales)[4] = ahead.value_scales;
-    int &key_page = ahead.key_page, &value_page = ahead.value_page;
-    const u32 tables = tables_address();
-    Queries query;
-    load_queries(query, reinterpret_cast<const u16 *>(shared + QUERY_AT), D, QUERIES, g, t);
-    float size[QUADS];
-#pragma unroll
-    for (int a = 0; a < QUADS; ++a) size[a] = reinterpret_cast<const float2 *>(shared + FACTOR_AT)[4 * a + t].x;
-    while (key_page >= 0) {
+    bool more;
+    do {
         const int next = unit + WARPS;
         int next_key = -1, next_value = -1;
         if (next < end) {
@@ -510,22 +502,23 @@ DEVICE void packed_units(const Params &p, Warp &warp, Ahead &ahead, const int *k
             next_value = value_pages[next >> 1];
         }
         Scores scores;
-#define TIER(index, id, kind, table) \
-    if (N_KEY_TIERS == 1 || key_page >> 24 == id) \
-        key_unit<kind>(scores, key_words, codes_at<kind>(p.key_pool[index], key_page, unit), query, \
-                       table_origin<kind, table>(tables, lane), lane);
-        KEY_TIERS
-#undef TIER
-        if (next_key >= 0) prefetch_key(p, next_key, next, key_words, lane);
+        key_unit<key_kind>(scores, key_words, codes_at<key_kind>(key_pool, ahead.key_page, unit), query,
+                           table_origin<key_kind, key_table>(tables, lane), lane);
+        more = next_key >= 0;
+        if (N_PAIRS > 1) {  // the shuffles tell the compiler that all lanes agree
+            next_key = __shfl_sync(FULL, next_key, 0);
+            next_value = __shfl_sync(FULL, next_value, 0);
+            more = next_key >> 24 == key_id && next_value >> 24 == value_id;
+        }
+        if (more) load_batch<key_kind>(key_words, codes_at<key_kind>(key_pool, next_key, next), 0, lane);
 
         // scores, their maxima, weights
-        const float key_size = key_unit_size(key_page), value_size = value_unit_size(value_page);
         float highest[QUADS], widest = 0.0f;
 #pragma unroll
         for (int a = 0; a < QUADS; ++a) highest[a] = -INFINITE;
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
-            const float low = bf16_low(key_scales[m]) * key_size, high = bf16_high(key_scales[m]) * key_size;
+            const float low = bf16_low(key_scales[m]) * KEY_UNIT, high = bf16_high(key_scales[m]) * KEY_UNIT;
             widest = fmaxf(widest, fmaxf(bf16_low(value_scales[m]), bf16_high(value_scales[m])));
 #pragma unroll
             for (int a = 0; a < QUADS; ++a) {
@@ -538,8 +531,8 @@ DEVICE void packed_units(const Params &p, Warp &warp, Ahead &ahead, const int *k
 #pragma unroll
         for (int a = 0; a < QUADS; ++a) highest[a] *= size[a];
         warp.raise(highest);
-        warp.widen(widest * value_size);
-        const float shrink = __fdividef(value_size, warp.largest);
+        warp.widen(widest * VALUE_UNIT);
+        const float shrink = __fdividef(VALUE_UNIT, warp.largest);
         u32 weights[4][QUADS];
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
@@ -552,18 +545,36 @@ DEVICE void packed_units(const Params &p, Warp &warp, Ahead &ahead, const int *k
                 weights[m][a] = half2(x * low, y * high);
             }
         }
-        if (next_key >= 0) prefetch_scales(p, next_key, next_value, next, key_scales, value_scales, g);
-
-#define TIER(index, id, kind, table) \
-    if (N_VALUE_TIERS == 1 || value_page >> 24 == id) \
-        value_unit<kind>(warp, value_words, codes_at<kind>(p.value_pool[index], value_page, unit), weights, \
-                         table_origin<kind, table>(tables, lane), lane);
-        VALUE_TIERS
-#undef TIER
-        if (next_key >= 0) prefetch_value(p, next_value, next, value_words, lane);
+        if (more) {
+            load_words(key_scales, scales_at<key_kind>(key_pool, next_key, next, g), 4);
+            load_words(value_scales, scales_at<value_kind>(value_pool, next_value, next, g), 4);
+        }
+        value_unit<value_kind>(warp, value_words, codes_at<value_kind>(value_pool, ahead.value_page, unit), weights,
+                               table_origin<value_kind, value_table>(tables, lane), lane);
+        if (more) load_batch<value_kind>(value_words, codes_at<value_kind>(value_pool, next_value, next), 0, lane);
         unit = next;
-        key_page = next_key;
-        value_page = next_value;
+        ahead.key_page = next_key;
+        ahead.value_page = next_value;
+    } while (more);
+}
+
+// The host sorts a row's tiles by their pair, so a warp meets few runs.
+DEVICE void packed_units(const Params &p, Warp &warp, Ahead &ahead, const int *key_pages, const int *value_pages, int unit, int end) {
+    const u32 tables = tables_address();
+    Queries query;
+    load_queries(query, reinterpret_cast<const u16 *>(shared + QUERY_AT), D, QUERIES, warp.g, warp.t);
+    float size[QUADS];
+#pragma unroll
+    for (int a = 0; a < QUADS; ++a) size[a] = reinterpret_cast<const float2 *>(shared + FACTOR_AT)[4 * a + warp.t].x;
+    while (ahead.key_page >= 0) {
+#define PAIR(key_index, key_id, key_kind, key_table, value_index, value_id, value_kind, value_table) \
+    if (N_PAIRS == 1 || (ahead.key_page >> 24 == key_id && ahead.value_page >> 24 == value_id)) \
+        run_of_units<key_index, key_id, key_kind, key_table, value_index, value_id, value_kind, value_table>( \
+            p, warp, ahead, query, size, key_pages, value_pages, unit, end, tables); \
+    else
+        PAIRS return;
+#undef PAIR
+        if (N_PAIRS > 1) ahead.load(p, unit, warp.lane);
     }
 }
 
@@ -738,41 +749,43 @@ DEVICE void merge_warps(int first, int count, int query, int lane, float (&x)[D 
     }
 }
 
-// The splits of a (row, KV head) -> output. Every thread sums four channels of a query over its share of the splits; the
-// first sums are on their way while the weights are computed.
+// The splits of a (row, KV head) -> output. Every thread sums eight channels of a query over its share of the splits;
+// the first sums are on their way while the weights are computed.
 struct Sums {
-    static constexpr int COLUMNS = QUERIES * D / 4;
+    static constexpr int COLUMNS = QUERIES * D / 8;
     static constexpr int SHARES = THREADS / COLUMNS > 1 ? THREADS / COLUMNS : 1;
-    static constexpr int AHEAD = 16;
-    float4 part[AHEAD];
+    static constexpr int AHEAD = 20;
+    uint4 part[AHEAD];
 
-    DEVICE void load(const float4 *from, int first, int splits) {
+    DEVICE void load(const uint4 *from, int first, int splits) {
         from += first * COLUMNS;
 #pragma unroll
         for (int n = 0; n < AHEAD; ++n)
             if (first + n * SHARES < splits) part[n] = __ldcg(from + n * SHARES * COLUMNS);
     }
-    DEVICE void add(float4 &sum, const float *weights, int first, int splits) const {
+    DEVICE void add(float (&sum)[8], const float *weights, int first, int splits) const {
 #pragma unroll
         for (int n = 0; n < AHEAD; ++n) {
             if (first + n * SHARES >= splits) break;
             const float weight = weights[first + n * SHARES];
-            sum.x += weight * part[n].x;
-            sum.y += weight * part[n].y;
-            sum.z += weight * part[n].z;
-            sum.w += weight * part[n].w;
+            const u32 pairs[4] = {part[n].x, part[n].y, part[n].z, part[n].w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                sum[2 * i] += weight * from_half(pairs[i]);
+                sum[2 * i + 1] += weight * from_half(pairs[i] >> 16);
+            }
         }
     }
 };
 
-DEVICE void weigh_splits(const Params &p, const float2 *states, int splits, u64 at, int head, int index, int lane, float *weights, float *inverses) {
+DEVICE void weigh_splits(const Params &p, const float4 *states, int splits, u64 at, int head, int index, int lane, float *weights, float *inverses) {
     for (int query = index; query < p.group; query += WARPS) {
         const float sink = p.sinks ? p.sinks[head * p.group + query] * LOG2E : -INFINITE;
         float top = sink, total = 0.0f;
-        float2 state[MAX_SPLITS / 32];
+        float4 state[MAX_SPLITS / 32];
 #pragma unroll
         for (int n = 0; n < MAX_SPLITS / 32; ++n) {
-            state[n] = make_float2(-INFINITE, 0.0f);
+            state[n] = make_float4(-INFINITE, 0.0f, 0.0f, 0.0f);
             if (n * 32 + lane < splits) state[n] = __ldcg(states + (n * 32 + lane) * QUERIES + query);
             top = fmaxf(top, state[n].x);
         }
@@ -781,7 +794,7 @@ DEVICE void weigh_splits(const Params &p, const float2 *states, int splits, u64 
 #pragma unroll
         for (int n = 0; n < MAX_SPLITS / 32; ++n) {
             const float weight = state[n].x == -INFINITE ? 0.0f : exp2_fast(state[n].x - top);
-            weights[query * MAX_SPLITS + n * 32 + lane] = weight;
+            weights[query * MAX_SPLITS + n * 32 + lane] = weight * state[n].z;
             total += weight * state[n].y;
         }
 #pragma unroll
@@ -798,16 +811,16 @@ DEVICE void merge_splits(const Params &p, u64 first_partial, int splits, int hea
     constexpr int COLUMNS = Sums::COLUMNS, SHARES = Sums::SHARES;
     float *weights = reinterpret_cast<float *>(shared);  // [QUERIES][MAX_SPLITS]
     float *inverses = weights + QUERIES * MAX_SPLITS;
-    float4 *shares = reinterpret_cast<float4 *>(inverses + QUERIES);
-    const float4 *sums = reinterpret_cast<const float4 *>(p.partial + first_partial * QUERIES * D);
+    float *shares = inverses + QUERIES;  // [8][THREADS]
+    const uint4 *sums = reinterpret_cast<const uint4 *>(p.partial + first_partial * QUERIES * D);
     const int share = threadIdx.x / COLUMNS, first = threadIdx.x % COLUMNS;
     const u64 at = ((u64)row * p.heads + head) * p.group;
     Sums loaded;
 #pragma unroll 1
     for (int column = first; column < COLUMNS; column += THREADS) {
-        const int query = column / (D / 4);
+        const int query = column / (D / 8);
         const bool mine = query < p.group && share < SHARES;
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        float sum[8] = {};
 #pragma unroll 1
         for (int from = 0; from < splits; from += Sums::AHEAD * SHARES) {
             if (mine) loaded.load(sums + column, from + share, splits);
@@ -818,22 +831,22 @@ DEVICE void merge_splits(const Params &p, u64 first_partial, int splits, int hea
             if (mine) loaded.add(sum, weights + query * MAX_SPLITS, from + share, splits);
         }
         if (SHARES > 1) {
-            if (share < SHARES) shares[threadIdx.x] = sum;
+            if (share < SHARES)
+#pragma unroll
+                for (int i = 0; i < 8; ++i) shares[i * THREADS + threadIdx.x] = sum[i];
             __syncthreads();
             if (share == 0)
 #pragma unroll
-                for (int n = 1; n < SHARES; ++n) {
-                    const float4 other = shares[threadIdx.x + n * COLUMNS];
-                    sum.x += other.x;
-                    sum.y += other.y;
-                    sum.z += other.z;
-                    sum.w += other.w;
-                }
+                for (int n = 1; n < SHARES; ++n)
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) sum[i] += shares[i * THREADS + threadIdx.x + n * COLUMNS];
         }
         if (query < p.group && share == 0) {
             const float inverse = inverses[query];
-            reinterpret_cast<float4 *>(p.output + at * D)[column] =
-                make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sum[i] *= inverse;
+            reinterpret_cast<uint4 *>(p.output + at * D)[column] =
+                make_uint4(model2(sum[0], sum[1]), model2(sum[2], sum[3]), model2(sum[4], sum[5]), model2(sum[6], sum[7]));
         }
     }
 }
@@ -845,8 +858,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
     int split = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
     u32 splits = p.splits, first_unit = 2u * p.tiles * split / splits, end = 2u * p.tiles * (split + 1) / splits;
     u64 first_partial = (u64)(row * p.heads + head) * splits;
+    u32 wanted = ~0u;  // tables of the tiers that the block meets
     if (p.work) {
         const int4 where = __ldg(p.work + 2 * blockIdx.x), what = __ldg(p.work + 2 * blockIdx.x + 1);
+        wanted = what.w;
         row = where.x;
         head = where.y;
         split = where.z;
@@ -886,7 +901,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
 #pragma unroll
         for (int n = 0; n < PLACED; ++n)
             if (n * WARPS + index < QUERIES) placed[n].load(p, row, head, n * WARPS + index, lane);
-#define TABLE(index, entries, dim) table_##index.load(p, row, head);
+#define TABLE(index, entries, dim) if (wanted >> index & 1) table_##index.load(p, row, head);
         TABLES
 #undef TABLE
     }
@@ -897,7 +912,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
     if (p.tiles) {
         ahead.load(p, unit, lane);
         const u32 tables = tables_address();
-#define TABLE(index, entries, dim) table_##index.store(tables);
+#define TABLE(index, entries, dim) if (wanted >> index & 1) table_##index.store(tables);
         TABLES
 #undef TABLE
         (void)tables;
@@ -934,25 +949,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
         const float packed_weight = top == -INFINITE ? 0.0f : exp2_fast(top - both);
         const float exact_weight = exact_top == -INFINITE ? 0.0f : exp2_fast(exact_top - both);
         total = total * packed_weight + exact_total * exact_weight;
+        float unit = 0.0f;
 #pragma unroll
-        for (int i = 0; i < OWN; ++i)
+        for (int i = 0; i < OWN; ++i) {
             x[i] = (p.tiles ? x[i] * p.value_signs[lane * OWN + i] * INV_SQRT_D * packed_weight : 0.0f) + y[i] * exact_weight;
-        const u64 at = (first_partial + split) * QUERIES + query;
+            unit = fmaxf(unit, fabsf(x[i]));
+        }
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) p.partial[at * D + lane * OWN + i] = x[i];
-        if (lane == 0) p.partial_state[at] = make_float2(both, total);
+        for (int bit = 1; bit < 32; bit <<= 1) unit = fmaxf(unit, __shfl_xor_sync(FULL, unit, bit));
+        unit = fmaxf(unit, 1e-37f);
+        const float inverse = 1.0f / unit;
+        const u64 at = (first_partial + split) * QUERIES + query;
+        u32 *partial = reinterpret_cast<u32 *>(p.partial + at * D + lane * OWN);
+#pragma unroll
+        for (int i = 0; i < OWN; i += 2) partial[i / 2] = half2(x[i] * inverse, x[i + 1] * inverse);
+        if (lane == 0) p.partial_state[at] = make_float4(both, total, unit, 0.0f);
     }
     __syncthreads();
     if (splits > 1) {
         u32 *flag = reinterpret_cast<u32 *>(shared + FLAG_AT);
         if (threadIdx.x == 0) {
-            __threadfence();  // the barrier puts the block's partial sums before it
-            *flag = atomicAdd(p.arrived + pair, 1u);
+            // the barrier puts the block's partial sums before it, and those of all blocks before the last one's loads
+            u32 before;
+            asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(p.arrived + pair) : "memory");
+            *flag = before;
+            if (before == splits - 1) p.arrived[pair] = 0;
         }
         __syncthreads();
         if (*flag != splits - 1) return;
-        __threadfence();
-        if (threadIdx.x == 0) p.arrived[pair] = 0;
     }
     merge_splits(p, first_partial, splits, head, row, index, lane);
 }

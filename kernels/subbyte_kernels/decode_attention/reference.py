@@ -61,7 +61,7 @@ class AttentionResult:
     """Outputs and the quantities that statistics need.
 
     Attributes:
-        output: ``[B, HQ, Sq, Dv]`` fp32; zero where a query sees nothing.
+        output: ``[B, HQ, Sq, Dv]`` fp32, from the CUDA kernel in the query's dtype; zero where a query sees nothing.
         lse: ``[B, HQ, Sq]`` fp32, natural logarithm of the softmax denominator; -inf where a query sees nothing.
         entropy: ``[B, HQ, Sq]`` fp32 in bits; a sink in the softmax counts as one more token. None from the kernels,
             which decode and measure nothing.
