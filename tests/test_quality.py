@@ -174,6 +174,20 @@ def test_the_answer_of_a_chain_follows_it(quality: Any) -> None:
     assert prompt.puzzle.answer == " " + " ".join(chain)
 
 
+def test_a_later_question_is_read_after_the_prompt(quality: Any) -> None:
+    stream = [ord(letter) for letter in "".join(TEXTS)]
+    prompts = [quality.tasks.task_prompt(Letters(), stream, "multikey-later", 1500, 0, number) for number in range(3)]
+    longest = max(len(prompt.puzzle.question) for prompt in prompts)
+    given = quality.tasks.task_sequences(prompts)
+    assert given.prefill == 1500 - longest
+    for row, prompt in enumerate(prompts):
+        whole = Letters().decode(given.ids[row].tolist())
+        assert prompt.puzzle.question not in whole[: given.prefill]
+        assert whole[:1500] == Letters().decode(prompt.ids)
+        assert Letters().decode(given.targets[row][given.counted[row]].tolist()) == prompt.puzzle.answer
+        assert torch.equal(given.ids[row, given.prefill + 1 :], given.targets[row, :-1])
+
+
 def test_text_is_cut_into_pieces_that_do_not_overlap(quality: Any) -> None:
     found = quality.tasks.text_sequences(list(range(1, 1000)), [0], 300, 9, 10, seed=0)
     assert found.ids.shape == (3, 309)
@@ -287,6 +301,31 @@ def test_a_run_writes_rows_and_the_control_loses(run_cli: Any) -> None:
     assert "error universal *" in done.output
 
 
+def test_a_baseline_is_a_policy_like_any_other(run_cli: Any) -> None:
+    policies = [{"cache": "lloyd-max", "nbits": 4}, {"cache": "simulated", "tier": "vq2", "mean": False}]
+    done = run_cli(contexts=[600], policies=policies)
+    assert done.code == 0, done.output
+    control, plain, ours = done.rows
+    assert (plain["policy"], plain["options"], plain["bits"]) == ("lloyd-max", {"nbits": 4}, 5.0)
+    assert (ours["policy"], ours["options"]) == ("simulated", {"tier": "vq2", "mean": False})
+    assert 0 < plain["kl"] < ours["kl"] < control["kl"]
+    assert plain["bits"] < plain["bits_total_16"] < plain["bits_total"]
+    assert control["bits_total_16"] < control["bits_total"]
+
+
+def test_a_peer_that_is_not_installed_is_left_out_and_named(
+    run_cli: Any, quality: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cache(self: Any, config: Any) -> None:
+        raise quality.harness.MissingPackageError("it needs a package that is not installed: pip install hqq")
+
+    monkeypatch.setattr(quality.config.BASELINES["hqq"], "cache", cache)
+    done = run_cli(policies=[{"cache": "hqq", "nbits": 4}, {"policy": "uniform:exact"}])
+    assert done.code == 0, done.output
+    assert [row["policy"] for row in done.rows] == ["control", "uniform:exact"]
+    assert "skipped: hqq: it needs a package that is not installed: pip install hqq" in done.output
+
+
 def test_tasks_are_scored_or_dropped(run_cli: Any, quality: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = {"tasks": ["needle"], "contexts": [600], "policies": [{"policy": "uniform:exact"}]}
     dropped = run_cli(**tasks)
@@ -342,7 +381,7 @@ def test_rows_written_so_far_survive(quality: Any, tmp_path: Path) -> None:
 # ------------------------------------------------------------------ configs
 
 
-@pytest.mark.parametrize("name", ["smoke", "quality"])
+@pytest.mark.parametrize("name", ["smoke", "quality", "peers", "ablations", "collapse"])
 def test_the_configs_that_come_along_are_valid(quality: Any, name: str) -> None:
     config = quality.config.read_config(EVAL / "configs" / f"{name}.json")
     assert any(entry.identity()["default"] for entry in config.policies)
@@ -367,6 +406,9 @@ def test_the_configs_that_come_along_are_valid(quality: Any, name: str) -> None:
         ),
         ({"policies": [{"policy": "error", "windw": 2}]}, r"policies\[0\]: unknown key 'windw'"),
         ({"models": [{"name": "a", "dtype": "int8"}]}, r"models\[0\].dtype='int8' is not possible"),
+        ({"models": [{"name": "a", "change": {"tail": 2}}]}, r"unknown key 'tail' in models\[0\].change"),
+        ({"models": [{"name": "a", "change": {"key_offset": 0}}]}, r"models\[0\].change.key_offset=0 is not possible"),
+        ({"policies": [{"cache": "kivi"}]}, r"policies\[0\] lacks 'nbits'"),
         ({"models": [{"path": "a"}]}, r"models\[0\].name=None is not possible"),
         ({"models": [{"name": "a"}, {"name": "a"}]}, "models=.* is not possible: each name once"),
     ],

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from baselines import BASELINES, Baseline
+from baselines.hard_models import CHANGES
 
 from hf_subbyte_moe.codecs import get_codec
 from hf_subbyte_moe.config import KVCacheConfig
@@ -93,6 +94,7 @@ class ModelEntry:
         dtype: of weights and exact tokens; ``bits_total`` counts those in it. Even the exact tier is off by a KL of
             1e-12 in float32 and of some 1e-4 in bfloat16, which no policy can undercut.
         contexts: instead of the run's.
+        change: what ``baselines/hard_models.py`` does to its keys, and how much of it.
     """
 
     name: str
@@ -100,6 +102,7 @@ class ModelEntry:
     package: str | None = None
     dtype: str = "float32"
     contexts: tuple[int, ...] | None = None
+    change: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, key: str, value: object) -> "ModelEntry":
@@ -110,6 +113,10 @@ class ModelEntry:
             raise _fail(f"{key}.dtype", dtype, f"one of {list(DTYPES)}")
         if given.get("path") is not None and given.get("package") is not None:
             raise _fail(f"{key}.package", given["package"], "a path or a package, not both")
+        change = _section(f"{key}.change", given.get("change", {}), sorted(CHANGES))
+        for name, size in change.items():
+            if isinstance(size, bool) or not isinstance(size, (int, float)) or size <= 0:
+                raise _fail(f"{key}.change.{name}", size, "a positive number")
         contexts = given.get("contexts")
         return cls(
             name=_text(f"{key}.name", given.get("name")),
@@ -117,6 +124,7 @@ class ModelEntry:
             package=_optional_text(f"{key}.package", given.get("package")),
             dtype=dtype,
             contexts=None if contexts is None else _contexts(f"{key}.contexts", contexts),
+            change=change,
         )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from baselines import Bits, MissingPackageError
+from baselines.hard_models import CHANGES
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -105,6 +106,8 @@ def load(entry: ModelEntry, device: str | None) -> tuple[PreTrainedModel, PreTra
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device=device, dtype=getattr(torch, entry.dtype))
+    for name, size in entry.change.items():
+        CHANGES[name](model, size)
     use_packed_attention(model)
     return model, tokenizer
 

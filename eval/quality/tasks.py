@@ -2,7 +2,8 @@
 
 A task's prompt has exactly the asked number of tokens, its question last. Haystacks are slices of the texts; one in
 four is RULER's noise sentences, as in training. Prompts depend on the seed, the task, the context and their number
-alone, so every cache gets the same ones.
+alone, so every cache gets the same ones. Where a task ends in "-later", its question is read token by token, once the
+prompt before it is packed, so no choice of bits could look at it.
 
 Source: the tasks, RULER (arXiv 2404.06654).
 """
@@ -40,6 +41,7 @@ _CHAIN_QUESTION = (
     "chain(s) of variable assignment in the text above, 4 variables are assigned the value {value}, they are:"
 )
 _KEYS = 8
+_LATER = "-later"
 _CHAINS, _LINKS = 2, 4
 
 
@@ -175,6 +177,7 @@ def _variables(rng: random.Random) -> Puzzle:
 TASKS: dict[str, Callable[[random.Random], Puzzle]] = {
     "needle": lambda rng: _needle(rng, 1),
     "multikey": lambda rng: _needle(rng, _KEYS),
+    f"multikey{_LATER}": lambda rng: _needle(rng, _KEYS),
     "variables": _variables,
 }
 
@@ -187,11 +190,13 @@ class Prompt:
         ids: as many tokens as the context.
         answer: tokens that should follow.
         puzzle: what it was made of.
+        alone: so many of its last tokens are read one at a time.
     """
 
     ids: list[int]
     answer: list[int]
     puzzle: Puzzle
+    alone: int = 1
 
 
 def task_prompt(
@@ -233,20 +238,22 @@ def task_prompt(
         ids += hay[last:] + question
         whole = str(tokenizer.decode(ids))
         if all(whole.count(piece) == 1 for piece in puzzle.once):
-            return Prompt(ids, encode(tokenizer, puzzle.answer), puzzle)
+            alone = len(question) if task.endswith(_LATER) else 1
+            return Prompt(ids, encode(tokenizer, puzzle.answer), puzzle, alone)
 
 
 def task_sequences(prompts: list[Prompt]) -> Sequences:
     """Prompts of one length with their right answers; the last token of a prompt is read alone, as the first step.
 
-    So the first token of the answer comes out of the packed cache, not out of the exact attention of the prompt.
+    So the first token of the answer comes out of the packed cache, not out of the exact attention of the prompt. Where
+    more tokens of a prompt are read alone, none of them counts but the last.
     """
     longest = max(len(prompt.answer) for prompt in prompts)
-    context = len(prompts[0].ids)
-    targets = torch.zeros(len(prompts), longest, dtype=torch.long)
-    counted = torch.zeros(len(prompts), longest, dtype=torch.bool)
+    context, alone = len(prompts[0].ids), max(prompt.alone for prompt in prompts)
+    whole = torch.zeros(len(prompts), context + longest, dtype=torch.long)
+    counted = torch.zeros(len(prompts), alone - 1 + longest, dtype=torch.bool)
     for row, prompt in enumerate(prompts):
-        targets[row, : len(prompt.answer)] = torch.tensor(prompt.answer)
-        counted[row, : len(prompt.answer)] = True
-    ids = torch.cat([torch.tensor([prompt.ids for prompt in prompts]), targets[:, :-1]], dim=1)
-    return Sequences(ids, context - 1, targets, counted)
+        tokens = [*prompt.ids, *prompt.answer]
+        whole[row, : len(tokens)] = torch.tensor(tokens)
+        counted[row, alone - 1 : alone - 1 + len(prompt.answer)] = True
+    return Sequences(whole[:, :-1], context - alone, whole[:, context - alone + 1 :], counted)
