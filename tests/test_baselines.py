@@ -25,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kivi": {"nbits": 2, "group_size": 16},
     "lloyd-max": {"nbits": 3},
     "fp8": {},
+    "min-max": {"nbits": 4, "group_size": 16},
     "literal": {},
     "simulated": {"tier": "vq2"},
     "hqq": {"nbits": 4},
@@ -134,7 +135,7 @@ def test_what_is_left_out_costs_what_it_should(baselines: Any) -> None:
     given[..., 5] += 30
 
     def error(**options: Any) -> float:
-        side = baselines.ours.VectorSide(baselines.ours.Simulated("vq2", **options), "vq2", options.get("mean", True))
+        side = baselines.ours.VectorSide(baselines.ours.Simulated("vq2", **options), "vq2", keys=True)
         return float((side.round_trip(given) - given).square().mean())
 
     whole = error(scale="least-squares")
@@ -143,6 +144,7 @@ def test_what_is_left_out_costs_what_it_should(baselines: Any) -> None:
     assert error(mean=False) > 5 * whole
     assert error(rotation=False) > whole
     assert error(outlier_sigma=3.0) < error()
+    assert error(channel_power=1.0) != error()
 
 
 # ------------------------------------------------------------------ bits and caches
@@ -177,7 +179,7 @@ def test_rows_and_batches_do_not_change_a_baseline(baselines: Any) -> None:
     model = tiny_model("llama")
     use_packed_attention(model)
     ids = prompt(420, rows=3)
-    for name in ("kivi", "lloyd-max", "fp8", "literal", "simulated"):
+    for name in ("kivi", "lloyd-max", "fp8", "literal", "min-max", "simulated"):
         made = baselines.BASELINES[name].from_dict(name, OPTIONS[name])
         whole = logits(model, ids, 400, made.cache(model.config))
         alone = logits(model, ids[1:2], 400, made.cache(model.config))

@@ -6,7 +6,7 @@ name them: ``{"cache": "kivi", "nbits": 2}``.
 """
 
 from baselines.ours import Simulated
-from baselines.peers import Fp8, Kivi, Literal, LloydMax
+from baselines.peers import Fp8, Kivi, Literal, LloydMax, MinMax
 from baselines.simulated import Baseline, Bits, MissingPackageError
 from baselines.stock import Hqq, Quanto
 
@@ -16,6 +16,7 @@ __all__ = ["BASELINES", "Baseline", "Bits", "MissingPackageError"]
 BASELINES: dict[str, type[Baseline]] = {
     "hqq": Hqq,
     "quanto": Quanto,
+    "min-max": MinMax,
     "kivi": Kivi,
     "lloyd-max": LloydMax,
     "fp8": Fp8,

@@ -37,6 +37,7 @@ class Simulated(Baseline):
         scale: "norm" (the decoded vector is as long as the original), "least-squares" (as close as can be) or "rms"
             (the original's own, as the levels assume).
         mean: remove the key's channel mean.
+        channel_power: divide the key's channels by this power of their root mean square (frozen, like the mean).
         protect: so many first and so many last layers get ``protect_tier``.
         protect_tier: see ``protect``.
         outlier_sigma: values beyond so many root mean squares of their token stay in FP8; None keeps none.
@@ -49,6 +50,7 @@ class Simulated(Baseline):
     rotation: bool = True
     scale: str = "norm"
     mean: bool = True
+    channel_power: float = 0.0
     protect: int = 0
     protect_tier: str = "vq4"
     outlier_sigma: float | None = None
@@ -61,6 +63,8 @@ class Simulated(Baseline):
             self.check(name, f"one of {list(_TIERS)}", unset or getattr(self, name) in _TIERS)
         for name in ("rotation", "mean"):
             self.check(name, "true or false", isinstance(getattr(self, name), bool))
+        power = self.channel_power
+        self.check("channel_power", "0 to 1", isinstance(power, (int, float)) and 0 <= power <= 1)
         self.check("scale", f"one of {list(SCALES)}", self.scale in SCALES)
         sigma = self.outlier_sigma
         self.check(
@@ -77,7 +81,7 @@ class Simulated(Baseline):
             protected = layer < self.protect or layer >= count - self.protect
             tiers = (self.tier, self.value_tier or self.tier)
             key_tier, value_tier = (self.protect_tier, self.protect_tier) if protected else tiers
-            return VectorSide(self, key_tier, self.mean), VectorSide(self, value_tier, False)
+            return VectorSide(self, key_tier, keys=True), VectorSide(self, value_tier, keys=False)
 
         return SimulatedCache(config, sides)
 
@@ -85,10 +89,12 @@ class Simulated(Baseline):
 class VectorSide(Side):
     """One side in one vector tier."""
 
-    def __init__(self, given: Simulated, tier: str, centred: bool) -> None:
+    def __init__(self, given: Simulated, tier: str, keys: bool) -> None:
         super().__init__(given.sinks, given.window, TILE)
-        self._given, self._format, self._centred = given, get_codec(tier).format, centred
+        self._given, self._format = given, get_codec(tier).format
+        self._centred, self._power = keys and given.mean, given.channel_power if keys else 0.0
         self._mean: Tensor | None = None
+        self._channels: Tensor | None = None
         self._values = self._outliers = 0
 
     def round_trip(self, states: Tensor) -> Tensor:
@@ -97,12 +103,19 @@ class VectorSide(Side):
             if self._mean is None:
                 self._mean = values.mean(2, keepdim=True)
             values = values - self._mean
+        if self._power:
+            if self._channels is None:
+                rms = values.square().mean(2, keepdim=True).sqrt()
+                self._channels = rms.clamp(min=_TINY) ** self._power
+            values = values / self._channels
         rotation = rotation_matrix(values.shape[-1], values.device)
         if self._given.rotation:
             values = values @ rotation.t()
         decoded = self._coded(values)
         if self._given.rotation:
             decoded = decoded @ rotation
+        if self._channels is not None:
+            decoded = decoded * self._channels
         return decoded if self._mean is None else decoded + self._mean
 
     def _coded(self, values: Tensor) -> Tensor:
@@ -137,4 +150,4 @@ class VectorSide(Side):
         return self._format.bits_per_value(head_dim) + OUTLIER_BITS * self._outliers / max(1, self._values)
 
     def fixed_bits(self, heads: int, head_dim: int) -> float:
-        return 0.0 if self._mean is None else 32.0 * heads * head_dim
+        return 32.0 * heads * head_dim * sum(held is not None for held in (self._mean, self._channels))

@@ -2,6 +2,7 @@
 
 ``kivi``: keys in groups of tokens of one channel, values in groups of channels of one token, minimum and step of each
 group; its residual as published, no sinks (``sinks`` adds them).
+``min-max``: groups of one token's channels, everything at once: what stock ``quanto`` does by default.
 ``lloyd-max``: Hadamard, the token's norm, then the best scalar levels for a Gaussian: TurboQuant without its sketch.
 ``fp8``: E4M3 with a scale a layer and side that the prompt fixes; everything, no window, as serving engines do.
 ``literal``: evenly spaced levels between the extremes of a head's values; what is beyond 3.5 sigma of its token, FP8.
@@ -89,6 +90,40 @@ class Kivi(Baseline):
         """See the module's text."""
         given = (self.nbits, self.group_size, self.residual, self.sinks)
         return SimulatedCache(config, lambda layer, count: (KiviSide(*given, True), KiviSide(*given, False)))
+
+
+class MinMaxSide(Side):
+    """Groups of one token's channels, no exact token."""
+
+    def __init__(self, nbits: int, group_size: int) -> None:
+        super().__init__(0, 0, 1, late=True)
+        self._nbits, self._group = nbits, group_size
+
+    def round_trip(self, states: Tensor) -> Tensor:
+        return min_max_groups(states.float().unflatten(-1, (-1, self._group)), self._nbits).flatten(-2)
+
+    def code_bits(self, head_dim: int) -> float:
+        return self._nbits
+
+    def bits(self, head_dim: int) -> float:
+        return self._nbits + 2 * SCALE_BITS / self._group
+
+
+@dataclass(frozen=True)
+class MinMax(Baseline):
+    """Codes between the extremes of a token's groups."""
+
+    nbits: int
+    group_size: int = 64
+
+    def __post_init__(self) -> None:
+        self.whole("nbits", 1)
+        self.whole("group_size", 1)
+
+    def cache(self, config: PreTrainedConfig) -> SimulatedCache:
+        """See the module's text."""
+        given = (self.nbits, self.group_size)
+        return SimulatedCache(config, lambda layer, count: (MinMaxSide(*given), MinMaxSide(*given)))
 
 
 class LloydMaxSide(Side):
