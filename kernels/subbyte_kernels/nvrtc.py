@@ -23,6 +23,9 @@ except ImportError:
     driver = nvrtc = None
 
 _COMMON = Path(__file__).with_name("warp.cuh")
+RESERVED_SHARED_BYTES = 1024  # of each block, from compute capability 8.0 on: dynamic shared memory begins behind them
+_OVERLAPPING = (9, 0)  # capability from which a kernel may start while the one before it ends
+_MAX_CONFIGS = 256
 _broken: dict[int, str] = {}  # device -> why a kernel could not be built
 
 
@@ -142,7 +145,14 @@ class Kernel:
     """A compiled kernel on one device, ready to launch."""
 
     def __init__(
-        self, source: Path, function: str, defined: Mapping[str, object], device: int, threads: int, shared: int
+        self,
+        source: Path,
+        function: str,
+        defined: Mapping[str, object],
+        device: int,
+        threads: int,
+        shared: int,
+        waits: bool = False,
     ) -> None:
         """Compile it.
 
@@ -153,12 +163,16 @@ class Kernel:
             device: CUDA device.
             threads: threads of a block.
             shared: bytes of dynamic shared memory of a block.
+            waits: it waits itself, by ``griddepcontrol.wait``, for the kernel before it in the stream; where the device
+                can, its blocks then start while those of the other end.
 
         Raises:
             BuildError: it cannot be compiled or loaded; from then on :func:`obstacle` says so for the device.
         """
         text = full_text(source, defined)
         self._device, self._threads, self._shared = device, threads, shared
+        self._overlaps = waits and capability(device) >= _OVERLAPPING
+        self._configs: dict[tuple[tuple[int, int, int], int], Any] = {}
         with torch.cuda.device(device):
             torch.cuda.current_blas_handle()  # the driver's context of this device exists and is current from here on
             try:
@@ -174,9 +188,25 @@ class Kernel:
     def launch(self, grid: tuple[int, int, int], params: bytes, stream: int) -> None:
         """Launch on a stream of the kernel's device; ``params`` are copied before the call returns."""
         pointer = ctypes.c_char_p(params)
-        shape = (*grid, self._threads, 1, 1, self._shared)
+        config = self._configs.get((grid, stream)) or self._config(grid, stream)
         if torch.cuda.current_device() == self._device:
-            checked(driver.cuLaunchKernel(self._function, *shape, stream, ctypes.addressof(pointer), 0))
+            checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointer), 0))
             return
         with torch.cuda.device(self._device):
-            checked(driver.cuLaunchKernel(self._function, *shape, stream, ctypes.addressof(pointer), 0))
+            checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointer), 0))
+
+    def _config(self, grid: tuple[int, int, int], stream: int) -> Any:
+        """How the driver is told of a launch."""
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
+        config.sharedMemBytes, config.hStream = self._shared, stream
+        if self._overlaps:
+            overlap = driver.CUlaunchAttribute()
+            overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            overlap.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [overlap], 1
+        if len(self._configs) >= _MAX_CONFIGS:
+            self._configs.clear()
+        self._configs[grid, stream] = config
+        return config

@@ -10,7 +10,7 @@ def blocks_of(costs: np.ndarray, heads: int, slots: int = 132, warps: int = 8) -
     blocks = cut_rows(costs, heads, slots, warps)
     seen = np.zeros(costs.shape, dtype=int)
     partials = set()
-    for row, head, split, splits, first, end, base, _ in blocks.tolist():
+    for row, head, split, splits, first, end, base in blocks.tolist():
         pair = row * heads + head
         assert 0 <= first <= end
         assert 0 <= split < splits <= MAX_SPLITS
@@ -69,7 +69,7 @@ def test_a_block_wants_what_any_of_its_tiles_wants() -> None:
     wanted = random.integers(0, 8, (6, 50)) * (random.random((6, 50)) < 0.2)
     blocks = blocks_of(np.repeat(1.0 + (wanted > 0), 2, axis=1), heads=3, slots=40)
     unions = union_of_blocks(blocks, wanted.astype(np.int32), heads=3)
-    for (row, head, _, _, first, end, _, _), union in zip(blocks.tolist(), unions.tolist(), strict=True):
+    for (row, head, _, _, first, end, _), union in zip(blocks.tolist(), unions.tolist(), strict=True):
         tiles = {unit // 2 for unit in range(first, end)}
         assert union == np.bitwise_or.reduce([0, *(int(wanted[row * 3 + head, tile]) for tile in tiles)])
     assert len(set(unions.tolist())) > 2

@@ -66,7 +66,11 @@ def test_decode_attention(
 
 def test_every_tier_is_compiled_on_both_sides() -> None:
     (given,) = (mark.args[1] for mark in test_decode_attention.pytestmark)  # type: ignore[attr-defined]
-    assert {name for keys, *_ in given for name in keys} == {name for _, values, *_ in given for name in values} == set(NAMED)
+    assert (
+        {name for keys, *_ in given for name in keys}
+        == {name for _, values, *_ in given for name in values}
+        == set(NAMED)
+    )
 
 
 def test_decode_attention_without_tiles() -> None:
@@ -90,7 +94,7 @@ def test_what_does_not_compile_is_said_with_the_compilers_words() -> None:
 
 def test_machine_code_is_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUBBYTE_KERNELS_CACHE", str(tmp_path / "kept"))
-    text = "extern \"C\" __global__ void f(int *x) { *x = 1; }"
+    text = 'extern "C" __global__ void f(int *x) { *x = 1; }'
     first = nvrtc.built(text, "f.cu", "sm_90")
     (file,) = (tmp_path / "kept").iterdir()
     monkeypatch.setattr(nvrtc, "compile_source", lambda *given: pytest.fail("compiled again"))

@@ -68,11 +68,11 @@ def cut_rows(unit_costs: NDArray[np.float64], heads: int, slots: int, warps: int
         warps: warps of a block.
 
     Returns:
-        ``[blocks, 8]``: row, head, split, splits; first unit, end, first partial result of the (row, head), zero. The
-        longest blocks first. A copy: the caller may fill in the last column.
+        ``[blocks, 7]`` row, head, split, splits; first unit, end, first partial result of the (row, head). The longest
+        blocks first.
     """
     if same_cost(unit_costs):
-        return cut_lengths(tuple((unit_costs > 0).sum(1).tolist()), heads, slots, warps).copy()
+        return cut_lengths(tuple((unit_costs > 0).sum(1).tolist()), heads, slots, warps)
     return _cut(unit_costs, heads, slots, warps)
 
 
@@ -99,7 +99,7 @@ def _cut(unit_costs: NDArray[np.float64], heads: int, slots: int, warps: int) ->
         targets = costs[cut] / counts[cut] * np.arange(1, counts[cut])
         edges = np.minimum(np.searchsorted(prefix[cut], targets, side="left") + 1, units[cut])
         starts[places][1:], ends[places][:-1] = edges, edges
-    columns = (pair // heads, pair % heads, split, counts[pair], starts, ends, first, np.zeros_like(pair))
+    columns = (pair // heads, pair % heads, split, counts[pair], starts, ends, first)
     made = np.stack(columns, axis=1)
     order = np.argsort(-(costs / counts)[pair], kind="stable")
     return made[order].astype(np.int32)
@@ -109,7 +109,7 @@ def union_of_blocks(blocks: NDArray[np.int32], wanted: NDArray[np.int32], heads:
     """What the tiles of each block want together.
 
     Args:
-        blocks: ``[blocks, 8]`` as :func:`cut_rows` makes them.
+        blocks: ``[blocks, 7]`` as :func:`cut_rows` makes them.
         wanted: ``[B * H, T]`` bits of each tile of 128 tokens.
         heads: H.
 

@@ -15,6 +15,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ _MAX_GROUP = 16
 _MIN_CAPABILITY = (8, 0)
 _SOURCE = Path(__file__).with_name("decode_attention.cu")
 _MAX_LAUNCHES = 64  # layouts that are remembered with the same tiles
+_LARGE_TABLE = 256
 _ENTRY_BYTES = 128  # what the copies of one table entry take in shared memory
 
 
@@ -99,9 +101,11 @@ class _Variant:
     def shared_bytes(self) -> int:
         """Shared memory of a block; the kernel asserts the same number when it is compiled."""
         queries, warps = 4 * self.quads, self.config.warps
-        tables = [entries * _ENTRY_BYTES for entries, _ in self.tables]
         sums = 2 * warps * queries * (self.head_dim * 4 + 8)
-        return sums + queries * (self.head_dim * 2 + 8) + 16 + (tables[0] if tables else 16) + sum(tables)
+        large = sum(entries == _LARGE_TABLE for entries, _ in self.tables)  # two of them lie between each other
+        others = sum(entries for entries, _ in self.tables if entries != _LARGE_TABLE)
+        tables = (math.ceil(large / 2) * 2 * _LARGE_TABLE + others) * _ENTRY_BYTES
+        return sums + queries * (self.head_dim * 2 + 8) + 16 + tables
 
     def defined(self) -> dict[str, object]:
         """What the kernel's text wants to know."""
@@ -115,6 +119,7 @@ class _Variant:
             "BLOCKS": self.config.blocks_per_sm,
             "MODEL_BF16": int(self.bf16),
             "SHARED_BYTES": self.shared_bytes,
+            "SHARED_BASE": nvrtc.RESERVED_SHARED_BYTES,
             "KEY_TIERS": sides[0],
             "VALUE_TIERS": sides[1],
             "PAIRS": " ".join(f"PAIR({pair})" for pair in pairs),
@@ -125,7 +130,8 @@ class _Variant:
 @lru_cache(maxsize=256)
 def _kernel(variant: _Variant) -> nvrtc.Kernel:
     threads = 32 * variant.config.warps
-    return nvrtc.Kernel(_SOURCE, "decode_attention", variant.defined(), variant.device, threads, variant.shared_bytes)
+    shared = variant.shared_bytes
+    return nvrtc.Kernel(_SOURCE, "decode_attention", variant.defined(), variant.device, threads, shared, waits=True)
 
 
 def _current_stream(device: int) -> int:
@@ -307,32 +313,27 @@ class _Launch:
         self._device = variant.device
         multiprocessors = nvrtc.device_limits(self._device)[0]
         costs = None if splits else plan.unit_costs()
-        self._work = None  # a list of blocks where units cost differently
+        work = 0  # address of a list of blocks where units cost differently
         if costs is not None:
             slots = multiprocessors * variant.config.blocks_per_sm
-            work = cut_rows(costs, heads, slots, variant.config.warps)
-            work[:, 7] = union_of_blocks(work, plan.tables_of_tiles(), heads)
-            self._work = plan.hold(torch.from_numpy(work).to(query.device, non_blocking=query.is_cuda))
-            splits, blocks, self._grid = 1, len(work), (len(work), 1, 1)
+            made = cut_rows(costs, heads, slots, variant.config.warps)
+            tables = union_of_blocks(made, plan.tables_of_tiles(), heads)
+            work = plan.upload(np.column_stack((made, tables)))
+            blocks, splits, self._grid = len(made), 1, (len(made), 1, 1)
         else:
             splits = splits or choose_splits(pairs, plan.count, variant.config, multiprocessors)
             blocks, self._grid = pairs * splits, (splits, heads, batch)
         self._kernel = _kernel(variant)
         self._output_shape = (batch, query_heads, 1, dim)
         self._pairs, self._rows, self._dim = pairs, blocks * 4 * variant.quads, dim
-        self._tiles = struct.pack("<5Q", *plan.pointers)
-        self._end = struct.pack(
-            f"<9Q5if{len(plan.ends)}Q",
-            0 if self._work is None else self._work.data_ptr(),
-            *query.stride()[:2],
-            *exact.keys.stride()[:3],
-            exact.visible.stride(0),
-            *plan.strides,
-            *(heads, group, exact.keys.shape[2], plan.count, splits),
-            scaling,
-            *plan.ends,
-        )
-        self._params = struct.Struct(f"<4Q{len(self._tiles)}s3Q24s{len(self._end)}s")
+        pages, (mean, key_signs, value_signs) = plan.pointers[:2], plan.pointers[2:]
+        counts = (heads, group, exact.keys.shape[2], plan.count, splits)
+        # all but addresses of the call's own tensors, in the order of the kernel's `Params`
+        self._front = struct.pack("<Q5if4Q", work, *counts, scaling, *pages, *plan.strides)
+        self._queries = struct.pack("<4Q", *query.stride()[:2], mean, key_signs)
+        self._exact = struct.pack("<5Q", *exact.keys.stride()[:3], exact.visible.stride(0), value_signs)
+        self._end = struct.pack(f"<{len(plan.ends)}Q", *plan.ends)
+        self._params = struct.Struct(f"<{len(self._front)}sQ32s3Q40s3Q24s{len(self._end)}s")
         self._shared: dict[int, bytes] = {}  # stream -> addresses of what its calls share
         self._captured: dict[tuple[int, int], bytes] = {}  # the same for a stream that captures a graph
         self._held: list[tuple[Tensor, ...]] = []  # what these addresses point into
@@ -365,11 +366,13 @@ class _Launch:
         if shared is None:
             shared = self._share(stream)
         params = self._params.pack(
+            self._front,
             query.data_ptr(),
+            self._queries,
             exact.keys.data_ptr(),
             exact.values.data_ptr(),
             exact.visible.data_ptr(),
-            self._tiles,
+            self._exact,
             0 if sinks is None else sinks.data_ptr(),
             output.data_ptr(),
             lse.data_ptr(),

@@ -97,10 +97,11 @@ class Plan:
             return [side.contiguous() for side in pages]
         return pages
 
-    def hold(self, tensor: Tensor) -> Tensor:
-        """Keep a tensor as long as the tiles."""
-        self._held.append(tensor)
-        return tensor
+    def upload(self, values: NDArray[np.int32]) -> int:
+        """Copy to the tiles' device, for as long as the tiles are there; the address."""
+        device = self._sides[1].pages.device
+        self._held.append(torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True))
+        return self._held[-1].data_ptr()
 
     def unit_costs(self) -> NDArray[np.float64] | None:
         """``[B * H, units]`` cost of each unit of 64 tokens, zero where there is none; None where rows are alike."""

@@ -27,7 +27,7 @@
 // g, query t) to those that need it (column g, tokens t and t + 4) by two shuffles for 16 tokens.
 //
 // The host defines, in front of warp.cuh and this text: HEAD_DIM, QUADS (groups of 4 queries), WARPS, BLOCKS (blocks of an SM),
-// MODEL_BF16 (the model's dtype is bf16, else fp16), SHARED_BYTES, KEY_TIERS and VALUE_TIERS as lists of TIER(index, id, kind),
+// MODEL_BF16 (the model's dtype is bf16, else fp16), SHARED_BYTES and SHARED_BASE (of dynamic shared memory), KEY_TIERS and VALUE_TIERS as lists of TIER(index, id, kind),
 // TABLES as a list of TABLE(index, entries, dim), PAIRS as a list of PAIR(key index, id, kind, table, value index, id, kind, table).
 
 // ---------------------------------------------------------------------------------------------- constants
@@ -55,17 +55,23 @@ constexpr float unit_of(Kind kind) { return kind == FP8 ? 256.0f : kind == FP6 ?
 #define TABLE(index, entries, dim) +1
 constexpr int N_TABLES = 0 TABLES;
 #undef TABLE
-constexpr int table_bytes(int index) {
-    int bytes = 0;
-#define TABLE(i, entries, dim) if (i == index) bytes = entries * 128;
+constexpr int entries_of(int index) {
+    int found = 0;
+#define TABLE(i, entries, dim) if (i == index) found = entries;
     TABLES
 #undef TABLE
-    return bytes;
+    return found;
 }
+// 128 bytes repeat one entry, so that every lane has banks of its own. Codes of 8 bits: entries lie 256 bytes apart, so
+// that a code, moved as a whole byte, is an address already; two such tables lie between each other. The host gives the
+// largest tables first.
+constexpr int ENTRY_BYTES = 128, BLOCK_OF_TWO = 256 * 2 * ENTRY_BYTES;
+constexpr int stride_of(int index) { return entries_of(index) == 256 ? 2 * ENTRY_BYTES : ENTRY_BYTES; }
 constexpr int table_offset(int index) {
-    int offset = 0;
-    for (int i = 0; i < index; ++i) offset += table_bytes(i);
-    return offset;
+    int large = 0, offset = 0;
+    for (int i = 0; i < index; ++i) entries_of(i) == 256 ? ++large : offset += entries_of(i) * ENTRY_BYTES;
+    if (index < N_TABLES && entries_of(index) == 256) return large / 2 * BLOCK_OF_TWO + large % 2 * ENTRY_BYTES;
+    return (large + 1) / 2 * BLOCK_OF_TWO + offset;
 }
 
 #define TIER(index, id, kind) +1
@@ -77,8 +83,8 @@ constexpr int N_PAIRS = 0 PAIRS;
 #undef PAIR
 
 // Shared memory: each warp's packed sum, then its exact one | rotated queries | (m, l) of the sums | size of each
-// query and its product with the mean | a flag | tables. A table starts at a multiple of its size, so that an entry's
-// place is or-ed into the address; the host gives the largest tables first.
+// query and its product with the mean | a flag | tables. The host says where dynamic shared memory begins, so that the
+// address of a table is part of the instructions that read it.
 constexpr int ROW_FLOATS = QUERIES * D;
 constexpr int ROWS = 2 * WARPS;
 constexpr int QUERY_AT = ROWS * ROW_FLOATS * 4;
@@ -86,33 +92,34 @@ constexpr int STATE_AT = QUERY_AT + QUERIES * D * 2;
 constexpr int FACTOR_AT = STATE_AT + ROWS * QUERIES * 8;
 constexpr int FLAG_AT = FACTOR_AT + QUERIES * 8;
 constexpr int TABLES_AT = FLAG_AT + 16;
-constexpr int TABLE_ALIGN = N_TABLES ? table_bytes(0) : 16;
-static_assert(TABLES_AT + TABLE_ALIGN + table_offset(N_TABLES) == SHARED_BYTES, "host and kernel agree");
+static_assert(TABLES_AT + table_offset(N_TABLES) == SHARED_BYTES, "host and kernel agree");
+constexpr int table_address(int index) { return index < 0 ? 0 : SHARED_BASE + TABLES_AT + table_offset(index); }
 
 constexpr int some(int count) { return count ? count : 1; }
 
+// What a block asks for first comes first: a line of constants that was not read yet takes long.
 struct Params {
+    const int4 *work;              // [blocks, 2]: row, head, split, splits; first unit, end, first partial result, tables; or null
+    int heads, group, exact, tiles, splits;
+    float scaling;
+    const int *key_pages;          // [B, H, T], each row's tiles sorted by their pair of tiers
+    const int *value_pages;
+    u64 page_row, page_head;       // strides in elements
     const u16 *query;              // [B, HQ, D]
+    u64 query_row, query_head;
+    const float *mean;             // [B, H, D] or null
+    const float *key_signs;        // [D]
     const u16 *exact_key;          // [B, H, E, D]
     const u16 *exact_value;
     const unsigned char *visible;  // [B, E]
-    const int *key_pages;          // [B, H, T]
-    const int *value_pages;
-    const float *mean;             // [B, H, D] or null
-    const float *key_signs;        // [D]
-    const float *value_signs;
+    u64 exact_row, exact_head, exact_token, visible_row;
+    const float *value_signs;      // [D]
     const float *sinks;            // [HQ] or null
     u16 *output;                   // [B, HQ, D]
     float *lse;                    // [B, HQ]
     u16 *partial;                  // [splits of all (row, head), QUERIES, D] fp16
     float4 *partial_state;         // [splits of all (row, head), QUERIES] maximum, denominator, unit of the sum
     u32 *arrived;                  // [B H], zero before and after
-    const int4 *work;              // [blocks, 2]: row, head, split, splits; first unit, end, first partial result, tables; or null
-    u64 query_row, query_head;     // strides in elements
-    u64 exact_row, exact_head, exact_token;
-    u64 visible_row, page_row, page_head;
-    int heads, group, exact, tiles, splits;
-    float scaling;
     const u32 *key_pool[some(N_KEY_TIERS)];
     const u32 *value_pool[some(N_VALUE_TIERS)];
     const u16 *table[some(N_TABLES)];
@@ -124,7 +131,6 @@ extern __shared__ __align__(128) char shared[];
 // ---------------------------------------------------------------------------------------------- small things
 
 DEVICE u32 shared_address(const void *at) { return (u32)__cvta_generic_to_shared(at); }
-DEVICE u32 tables_address() { return (shared_address(shared + TABLES_AT) + TABLE_ALIGN - 1) & ~(u32)(TABLE_ALIGN - 1); }
 DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float log2_fast(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE u32 half2(float low, float high) {
@@ -149,6 +155,7 @@ DEVICE u32 model2(float low, float high) {
     return half2(low, high);
 #endif
 }
+DEVICE u32 merge_bytes(u32 a, u32 b, u32 selector) { u32 y; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(selector)); return y; }
 DEVICE u32 select_bytes(u32 a, u32 selector) { u32 y; asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(a), "r"(selector)); return y; }
 
 DEVICE void mma_half(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -194,6 +201,15 @@ template <Kind kind> DEVICE void load_batch(u32 (&words)[16], const u32 *unit, i
     for (int i = 0; i < batch_of(kind); i += V) load_words(words + i, unit + (batch * batch_of(kind) + i) * 32 + lane * V, V);
 }
 
+// The first batch of a unit; what comes after it is sent for as far as the L2 cache.
+template <Kind kind> DEVICE void load_first(u32 (&words)[16], const u32 *unit, int lane) {
+    constexpr int FIRST = batch_of(kind), LINES = words_of(kind);  // a word of all lanes is a line of 128 bytes
+    load_batch<kind>(words, unit, 0, lane);
+#pragma unroll
+    for (int line = FIRST; line < LINES; line += 32)
+        if (line + lane < LINES) asm volatile("prefetch.global.L2 [%0];" :: "l"(unit + (line + lane) * 32));
+}
+
 // Spare bits of a block of words, which are one more word of codes (bitpack.py).
 template <Kind kind> DEVICE u32 spare_word(const u32 (&words)[16], int block) {
     constexpr int WORDS = bits_of(kind) == 7 ? 7 : 3, SPARE = bits_of(kind) == 7 ? 4 : 2;
@@ -220,16 +236,16 @@ template <Kind kind> DEVICE u32 word_of(const u32 (&words)[16], int c, int &shif
     return spare_word<kind>(words, block);
 }
 
-// 128 bytes of shared memory repeat one entry, so that every lane has banks of its own. Address of the lane's copy, given
-// the lane's copy of entry 0.
-template <Kind kind> DEVICE u32 entry_address(const u32 (&words)[16], int c, u32 origin) {
+// Where the lane's copy of entry 0 lies in its table.
+template <Kind kind> DEVICE u32 place_of(int lane) { return dim_of(kind) == 4 ? (lane & 15) * 8 : lane * 4; }
+
+// Where the lane's copy of the entry for code c of a batch lies in its table.
+template <Kind kind> DEVICE u32 entry_place(const u32 (&words)[16], int c, u32 place) {
     int shift;
     const u32 word = word_of<kind>(words, c, shift);
+    if constexpr (bits_of(kind) == 8) return merge_bytes(word, place, 0x7604 | shift / 8 << 4);  // the code is byte 1
     const u32 moved = shift >= 7 ? word >> (shift - 7) : word << (7 - shift);
-    return (moved & (((1u << bits_of(kind)) - 1) << 7)) | origin;
-}
-template <Kind kind, int table> DEVICE u32 table_origin(u32 tables, int lane) {
-    return tables + table_offset(table) + (dim_of(kind) == 4 ? (lane & 15) * 8 : lane * 4);
+    return (moved & (((1u << bits_of(kind)) - 1) << 7)) | place;
 }
 
 DEVICE u32 e4m3_pair(u32 word, int pair) {  // bytes 2 pair, 2 pair + 1 -> fp16, times 2^-8
@@ -242,12 +258,13 @@ DEVICE u32 e2m3_pair(u32 low, u32 high) {  // two 6-bit codes -> fp16, times 2^-
 }
 
 // Four neighbouring channels of a token as two registers: group `index` of the batch.
-template <Kind kind> DEVICE void four_values(u32 &first, u32 &second, const u32 (&words)[16], int index, u32 origin) {
+template <Kind kind, int table> DEVICE void four_values(u32 &first, u32 &second, const u32 (&words)[16], int index, u32 place) {
     if constexpr (dim_of(kind) == 4) {
-        asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "r"(entry_address<kind>(words, index, origin)));
+        asm("ld.shared.v2.u32 {%0, %1}, [%2 + %3];"
+            : "=r"(first), "=r"(second) : "r"(entry_place<kind>(words, index, place)), "n"(table_address(table)));
     } else if constexpr (dim_of(kind) == 2) {
-        asm("ld.shared.u32 %0, [%1];" : "=r"(first) : "r"(entry_address<kind>(words, 2 * index, origin)));
-        asm("ld.shared.u32 %0, [%1];" : "=r"(second) : "r"(entry_address<kind>(words, 2 * index + 1, origin)));
+        asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(first) : "r"(entry_place<kind>(words, 2 * index, place)), "n"(table_address(table)));
+        asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(second) : "r"(entry_place<kind>(words, 2 * index + 1, place)), "n"(table_address(table)));
     } else if constexpr (kind == FP8) {
         first = e4m3_pair(words[index], 0);
         second = e4m3_pair(words[index], 1);
@@ -293,31 +310,28 @@ struct Warp {
             for (int e = 0; e < 4; ++e) sum[a][i][e] *= factor;
     }
 
-    // Raise the running maxima to those of this unit where a score is far above; `highest` is the lane's own.
-    DEVICE void raise(const float (&highest)[QUADS]) {
-        bool above = false;
+    // Raise the running maxima to those of this unit where a score is far above, `highest` being the lane's own, and make
+    // `largest` at least as large as every value scale of the unit.
+    DEVICE void follow(const float (&highest)[QUADS], float scale) {
+        bool above = scale > largest;
 #pragma unroll
         for (int a = 0; a < QUADS; ++a) above |= highest[a] > top[a] + SLACK;
         if (!__any_sync(FULL, above)) return;
+#pragma unroll
+        for (int bit = 1; bit < 32; bit <<= 1) scale = fmaxf(scale, __shfl_xor_sync(FULL, scale, bit));
+        float narrow = 1.0f;
+        if (scale > largest) {
+            narrow = __fdividef(largest, 2.0f * scale);
+            largest = 2.0f * scale;
+        }
 #pragma unroll
         for (int a = 0; a < QUADS; ++a) {
             const float raised = fmaxf(top[a], reduce_max_over_g(highest[a]));
             const float keep = raised == -INFINITE ? 1.0f : exp2_fast(top[a] - raised);
             total[a] *= keep;
-            scale_sum(a, keep);
+            scale_sum(a, keep * narrow);
             top[a] = raised;
         }
-    }
-
-    // Make `largest` at least as large as every value scale of the unit.
-    DEVICE void widen(float scale) {
-        if (!__any_sync(FULL, scale > largest)) return;
-#pragma unroll
-        for (int bit = 1; bit < 32; bit <<= 1) scale = fmaxf(scale, __shfl_xor_sync(FULL, scale, bit));
-        const float wider = 2.0f * scale, factor = __fdividef(largest, wider);
-#pragma unroll
-        for (int a = 0; a < QUADS; ++a) scale_sum(a, factor);
-        largest = wider;
     }
 
     // Leave sums and states in shared memory.
@@ -367,8 +381,8 @@ DEVICE void load_queries(Queries &query, const u16 *from, u64 stride, int count,
     }
 }
 
-template <Kind kind>
-DEVICE void key_unit(Scores &scores, u32 (&words)[16], const u32 *unit, const Queries &query, u32 origin, int lane) {
+template <Kind kind, int table>
+DEVICE void key_unit(Scores &scores, u32 (&words)[16], const u32 *unit, const Queries &query, u32 place, int lane) {
     constexpr int BATCHES = words_of(kind) / batch_of(kind), EACH = OCTETS / BATCHES;
     static_assert(EACH * BATCHES == OCTETS, "a batch is a whole number of octets");
 #pragma unroll
@@ -385,8 +399,8 @@ DEVICE void key_unit(Scores &scores, u32 (&words)[16], const u32 *unit, const Qu
 #pragma unroll
             for (int j = 0; j < STEPS; ++j) {
                 u32 k[4];
-                four_values<kind>(k[0], k[1], words, 2 * (octet * STEPS + j), origin);
-                four_values<kind>(k[2], k[3], words, 2 * (octet * STEPS + j) + 1, origin);
+                four_values<kind, table>(k[0], k[1], words, 2 * (octet * STEPS + j), place);
+                four_values<kind, table>(k[2], k[3], words, 2 * (octet * STEPS + j) + 1, place);
 #pragma unroll
                 for (int a = 0; a < QUADS; ++a) mma_half(c[a], k, query[a][j][0], query[a][j][1]);
             }
@@ -399,8 +413,8 @@ DEVICE void key_unit(Scores &scores, u32 (&words)[16], const u32 *unit, const Qu
     }
 }
 
-template <Kind kind>
-DEVICE void value_unit(Warp &warp, u32 (&words)[16], const u32 *unit, const u32 (&weights)[4][QUADS], u32 origin, int lane) {
+template <Kind kind, int table>
+DEVICE void value_unit(Warp &warp, u32 (&words)[16], const u32 *unit, const u32 (&weights)[4][QUADS], u32 place, int lane) {
     constexpr int BATCHES = words_of(kind) / batch_of(kind), EACH = OCTETS / BATCHES;
     u32 b[QUADS][2][2];
 #pragma unroll
@@ -416,8 +430,8 @@ DEVICE void value_unit(Warp &warp, u32 (&words)[16], const u32 *unit, const u32 
 #pragma unroll
             for (int i = 0; i < STEPS; ++i) {
                 u32 v[4];
-                four_values<kind>(v[0], v[1], words, 2 * octet * STEPS + i, origin);
-                four_values<kind>(v[2], v[3], words, (2 * octet + 1) * STEPS + i, origin);
+                four_values<kind, table>(v[0], v[1], words, 2 * octet * STEPS + i, place);
+                four_values<kind, table>(v[2], v[3], words, (2 * octet + 1) * STEPS + i, place);
 #pragma unroll
                 for (int a = 0; a < QUADS; ++a) mma_half(warp.sum[a][i], v, b[a][whole % 2][0], b[a][whole % 2][1]);
             }
@@ -438,13 +452,13 @@ template <Kind kind> DEVICE const u32 *scales_at(const u32 *pool, int page, int 
 
 DEVICE void prefetch_key(const Params &p, int page, int unit, u32 (&words)[16], int lane) {
 #define TIER(index, id, kind) \
-    if (N_KEY_TIERS == 1 || page >> 24 == id) load_batch<kind>(words, codes_at<kind>(p.key_pool[index], page, unit), 0, lane);
+    if (N_KEY_TIERS == 1 || page >> 24 == id) load_first<kind>(words, codes_at<kind>(p.key_pool[index], page, unit), lane);
     KEY_TIERS
 #undef TIER
 }
 DEVICE void prefetch_value(const Params &p, int page, int unit, u32 (&words)[16], int lane) {
 #define TIER(index, id, kind) \
-    if (N_VALUE_TIERS == 1 || page >> 24 == id) load_batch<kind>(words, codes_at<kind>(p.value_pool[index], page, unit), 0, lane);
+    if (N_VALUE_TIERS == 1 || page >> 24 == id) load_first<kind>(words, codes_at<kind>(p.value_pool[index], page, unit), lane);
     VALUE_TIERS
 #undef TIER
 }
@@ -487,12 +501,15 @@ struct Ahead {
 // unit behind the run.
 template <int key_index, int key_id, Kind key_kind, int key_table, int value_index, int value_id, Kind value_kind, int value_table>
 DEVICE void run_of_units(const Params &p, Warp &warp, Ahead &ahead, const Queries &query, const float (&size)[QUADS],
-                         const int *key_pages, const int *value_pages, int &unit, int end, u32 tables) {
+                         const int *key_pages, const int *value_pages, int &unit, int end) {
     constexpr float KEY_UNIT = unit_of(key_kind), VALUE_UNIT = unit_of(value_kind);
     const int lane = warp.lane, g = warp.g;
     const u32 *key_pool = p.key_pool[key_index], *value_pool = p.value_pool[value_index];
     u32 (&key_words)[16] = ahead.key_words, (&value_words)[16] = ahead.value_words;
     u32 (&key_scales)[4] = ahead.key_scales, (&value_scales)[4] = ahead.value_scales;
+    // through a shuffle, so that no table is read before the barrier, and the compiler does not mask each address again
+    const u32 key_place = __shfl_sync(FULL, place_of<key_kind>(lane), lane);
+    const u32 value_place = __shfl_sync(FULL, place_of<value_kind>(lane), lane);
     bool more;
     do {
         const int next = unit + WARPS;
@@ -502,15 +519,14 @@ DEVICE void run_of_units(const Params &p, Warp &warp, Ahead &ahead, const Querie
             next_value = value_pages[next >> 1];
         }
         Scores scores;
-        key_unit<key_kind>(scores, key_words, codes_at<key_kind>(key_pool, ahead.key_page, unit), query,
-                           table_origin<key_kind, key_table>(tables, lane), lane);
+        key_unit<key_kind, key_table>(scores, key_words, codes_at<key_kind>(key_pool, ahead.key_page, unit), query, key_place, lane);
         more = next_key >= 0;
         if (N_PAIRS > 1) {  // the shuffles tell the compiler that all lanes agree
             next_key = __shfl_sync(FULL, next_key, 0);
             next_value = __shfl_sync(FULL, next_value, 0);
             more = next_key >> 24 == key_id && next_value >> 24 == value_id;
         }
-        if (more) load_batch<key_kind>(key_words, codes_at<key_kind>(key_pool, next_key, next), 0, lane);
+        if (more) load_first<key_kind>(key_words, codes_at<key_kind>(key_pool, next_key, next), lane);
 
         // scores, their maxima, weights
         float highest[QUADS], widest = 0.0f;
@@ -530,8 +546,7 @@ DEVICE void run_of_units(const Params &p, Warp &warp, Ahead &ahead, const Querie
         }
 #pragma unroll
         for (int a = 0; a < QUADS; ++a) highest[a] *= size[a];
-        warp.raise(highest);
-        warp.widen(widest * VALUE_UNIT);
+        warp.follow(highest, widest * VALUE_UNIT);
         const float shrink = __fdividef(VALUE_UNIT, warp.largest);
         u32 weights[4][QUADS];
 #pragma unroll
@@ -549,18 +564,18 @@ DEVICE void run_of_units(const Params &p, Warp &warp, Ahead &ahead, const Querie
             load_words(key_scales, scales_at<key_kind>(key_pool, next_key, next, g), 4);
             load_words(value_scales, scales_at<value_kind>(value_pool, next_value, next, g), 4);
         }
-        value_unit<value_kind>(warp, value_words, codes_at<value_kind>(value_pool, ahead.value_page, unit), weights,
-                               table_origin<value_kind, value_table>(tables, lane), lane);
-        if (more) load_batch<value_kind>(value_words, codes_at<value_kind>(value_pool, next_value, next), 0, lane);
+        value_unit<value_kind, value_table>(warp, value_words, codes_at<value_kind>(value_pool, ahead.value_page, unit), weights,
+                                            value_place, lane);
+        if (more) load_first<value_kind>(value_words, codes_at<value_kind>(value_pool, next_value, next), lane);
         unit = next;
         ahead.key_page = next_key;
         ahead.value_page = next_value;
     } while (more);
 }
 
-// The host sorts a row's tiles by their pair, so a warp meets few runs.
+// The host sorts a row's tiles by their pair, so a warp meets few runs, and all warps are in the same one most of the time:
+// a loop has up to 30 KB of code.
 DEVICE void packed_units(const Params &p, Warp &warp, Ahead &ahead, const int *key_pages, const int *value_pages, int unit, int end) {
-    const u32 tables = tables_address();
     Queries query;
     load_queries(query, reinterpret_cast<const u16 *>(shared + QUERY_AT), D, QUERIES, warp.g, warp.t);
     float size[QUADS];
@@ -570,7 +585,7 @@ DEVICE void packed_units(const Params &p, Warp &warp, Ahead &ahead, const int *k
 #define PAIR(key_index, key_id, key_kind, key_table, value_index, value_id, value_kind, value_table) \
     if (N_PAIRS == 1 || (ahead.key_page >> 24 == key_id && ahead.value_page >> 24 == value_id)) \
         run_of_units<key_index, key_id, key_kind, key_table, value_index, value_id, value_kind, value_table>( \
-            p, warp, ahead, query, size, key_pages, value_pages, unit, end, tables); \
+            p, warp, ahead, query, size, key_pages, value_pages, unit, end); \
     else
         PAIRS return;
 #undef PAIR
@@ -631,7 +646,7 @@ DEVICE void exact_step(const Params &p, Warp &warp, const Queries &query, const 
         }
         highest[a] = fmaxf(scores[0][a], scores[1][a]);
     }
-    warp.raise(highest);
+    warp.follow(highest, 0.0f);
 #pragma unroll
     for (int a = 0; a < QUADS; ++a) {
         const float top = warp.top[a] == -INFINITE ? 0.0f : warp.top[a];
@@ -669,12 +684,13 @@ template <int index, int entries, int dim> struct TableWords {
             second[n] = dim == 4 ? __ldg(entry + 1) : first[n];
         }
     }
-    DEVICE void store(u32 tables) const {
+    DEVICE void store() const {
 #pragma unroll
         for (int n = 0; n < COUNT; ++n) {
             const int i = threadIdx.x + n * THREADS;
             if (i >= entries * 8) break;
-            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %1, %2};" :: "r"(tables + table_offset(index) + i * 16), "r"(first[n]), "r"(second[n]));
+            *reinterpret_cast<uint4 *>(shared + TABLES_AT + table_offset(index) + (i >> 3) * stride_of(index) + (i & 7) * 16) =
+                make_uint4(first[n], second[n], first[n], second[n]);
         }
     }
 };
@@ -854,6 +870,12 @@ DEVICE void merge_splits(const Params &p, u64 first_partial, int splits, int hea
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(const __grid_constant__ Params p) {
     // the shuffle tells the compiler that all lanes of a warp agree
     const int index = __shfl_sync(FULL, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+    if (shared_address(shared) != SHARED_BASE) __trap();
+    // the previous kernel of the stream may still be at its end when this one starts
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+
     // a grid of (splits, heads, rows) cuts all rows alike; where tiles cost differently, the host has made a list
     int split = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
     u32 splits = p.splits, first_unit = 2u * p.tiles * split / splits, end = 2u * p.tiles * (split + 1) / splits;
@@ -861,7 +883,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
     u32 wanted = ~0u;  // tables of the tiers that the block meets
     if (p.work) {
         const int4 where = __ldg(p.work + 2 * blockIdx.x), what = __ldg(p.work + 2 * blockIdx.x + 1);
-        wanted = what.w;
         row = where.x;
         head = where.y;
         split = where.z;
@@ -869,6 +890,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
         first_unit = what.x;
         end = what.y;
         first_partial = what.z;
+        wanted = what.w;
     }
     const int pair = row * p.heads + head;
 
@@ -911,11 +933,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
     }
     if (p.tiles) {
         ahead.load(p, unit, lane);
-        const u32 tables = tables_address();
-#define TABLE(index, entries, dim) if (wanted >> index & 1) table_##index.store(tables);
+#define TABLE(index, entries, dim) if (wanted >> index & 1) table_##index.store();
         TABLES
 #undef TABLE
-        (void)tables;
 #pragma unroll
         for (int n = 0; n < PLACED; ++n)
             if (n * WARPS + index < QUERIES) placed[n].store(p, n * WARPS + index, lane);
@@ -942,7 +962,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
     for (int query = index; query < p.group; query += WARPS) {
         float x[OWN], y[OWN], top, total, exact_top, exact_total;
         merge_warps(0, WARPS, query, lane, x, top, total);
-        merge_warps(WARPS, exact_rows, query, lane, y, exact_top, exact_total);
+        exact_top = -INFINITE;
+        exact_total = 0.0f;
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) y[i] = 0.0f;
+        if (exact_rows) merge_warps(WARPS, exact_rows, query, lane, y, exact_top, exact_total);
         if (p.tiles) top += reinterpret_cast<const float2 *>(shared + FACTOR_AT)[query].y;
         hadamard(x, lane);
         const float both = fmaxf(top, exact_top);
