@@ -6,7 +6,8 @@ A page marks where a table goes; what stands between the marks is replaced:
     ...
     <!-- end report -->
 
-Every number that a page shows comes from a file; ``--check`` exits with 1 where a page and its files differ.
+Every number that a page shows comes from a file; ``--check`` exits with 1 where a page and its files differ. A plot
+carries a digest of its rows and is drawn anew where they changed.
 """
 
 import json
@@ -19,9 +20,14 @@ from typing import Any
 from hf_subbyte_moe.codecs import codecs
 
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the package beside this file, wherever we are run
+
+from quality import report as quality
+
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "eval" / "results"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "model_cards").glob("*/README.md")))
+PAGES = (ROOT / "README.md", ROOT / "eval" / "README.md", *sorted((ROOT / "model_cards").glob("*/README.md")))
 _MARK = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end report -->)", re.DOTALL)
 
 
@@ -141,6 +147,43 @@ def training() -> str:
     return f"{_table(['held-out text', 'loss'], losses)}\n\n{_table(['needle: tokens of context', 'right'], needles)}"
 
 
+def quality_policies() -> str:
+    """Policies at equal bits, briefly."""
+    rows, _ = quality.load(RESULTS / "quality.json")
+    return quality.policies(rows) if rows else quality.missing("quality")
+
+
+def quality_all() -> str:
+    """Everything that was measured about policies."""
+    rows, dropped = quality.load(RESULTS / "quality.json")
+    found = quality.tables(rows, dropped, quality.full_table)
+    return _plot("quality", rows) + found if found else quality.missing("quality")
+
+
+def quality_peers() -> str:
+    """Other caches at equal real bits."""
+    rows, dropped = quality.load(RESULTS / "quality_peers.json")
+    found = quality.tables(rows, dropped, quality.full_table)
+    return _plot("quality_peers", rows) + found if found else quality.missing("peers")
+
+
+def quality_ablations() -> str:
+    """What each part is worth."""
+    rows, dropped = quality.load(RESULTS / "quality_ablations.json")
+    return quality.tables(rows, dropped, quality.ablation_table) or quality.missing("ablations")
+
+
+def quality_collapse() -> str:
+    """Models whose keys break low-bit caches."""
+    rows, _ = quality.load(RESULTS / "quality_collapse.json")
+    return quality.collapse(rows) if rows else quality.missing("collapse")
+
+
+def _plot(name: str, rows: list[dict[str, Any]]) -> str:
+    """A plot's place in eval/README.md, where it has something to show."""
+    return f"![KL against real bits](results/{name}.png)\n\n" if quality.drawn_rows(rows) else ""
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "demo": demo,
     "bench": bench,
@@ -148,6 +191,11 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "decode_attention": decode_attention,
     "tiers": tiers,
     "training": training,
+    "quality_policies": quality_policies,
+    "quality_all": quality_all,
+    "quality_peers": quality_peers,
+    "quality_ablations": quality_ablations,
+    "quality_collapse": quality_collapse,
 }
 
 
@@ -170,6 +218,12 @@ def main(check: bool) -> int:
             stale.append(path.relative_to(ROOT))
             if not check:
                 path.write_text(fresh, encoding="utf-8")
+    for name in ("quality", "quality_peers"):
+        rows, path = quality.drawn_rows(quality.load(RESULTS / f"{name}.json")[0]), RESULTS / f"{name}.png"
+        if rows and quality.is_stale(path, rows):
+            stale.append(path.relative_to(ROOT))
+            if not check:
+                quality.plot_bits(rows, path)
     for path in stale:
         print(f"{path}: {'differs from its result files' if check else 'rendered'}")
     return int(check and bool(stale))
