@@ -65,6 +65,7 @@ def main(
     context: Annotated[list[int] | None, typer.Option(min=256, help="Tokens of the prompt; repeat.")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 4,
     tokens: Annotated[int, typer.Option(min=16, help="Tokens to decode.")] = 160,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; repeat.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each cache, in turn.")] = 2,
     commit: Annotated[str, typer.Option(envvar="BENCH_COMMIT", help="What was measured.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here.")] = None,
@@ -82,8 +83,9 @@ def main(
         for options in caches.values():  # kernels are compiled here
             token_times(model, torch.randint(5, 30000, (1, 1024), device=device), 16, options)
     rows = []
-    for length in context or [8192, 32768, 131072]:
-        ids = torch.randint(5, 30000, (1, length), generator=torch.Generator().manual_seed(1)).to(device)
+    sizes = [(rows_at_once, length) for rows_at_once in batch or [1] for length in context or [8192, 32768, 131072]]
+    for rows_at_once, length in sizes:
+        ids = torch.randint(5, 30000, (rows_at_once, length), generator=torch.Generator().manual_seed(1)).to(device)
         times: dict[str, list[float]] = {name: [] for name in caches}
         first: dict[str, list[float]] = {name: [] for name in caches}
         for _ in range(rounds):
@@ -98,6 +100,7 @@ def main(
             rows.append(
                 {
                     "cache": name,
+                    "batch": rows_at_once,
                     "context": length,
                     "first_ms": min(first[name]),
                     "ms_mean": statistics.mean(values),
@@ -105,10 +108,11 @@ def main(
                     "speedup": plain / statistics.mean(values),
                 }
             )
-    table = Table("cache", "context", "first token, ms", "ms a token, mean", "median", "times dynamic")
+    table = Table("cache", "batch", "context", "first token, ms", "ms a token, mean", "median", "times dynamic")
     for row in rows:
         mean, median, speedup = (f"{row[key]:.2f}" for key in ("ms_mean", "ms_median", "speedup"))
-        table.add_row(str(row["cache"]), str(row["context"]), f"{row['first_ms']:.0f}", mean, median, speedup)
+        place = (str(row[key]) for key in ("cache", "batch", "context"))
+        table.add_row(*place, f"{row['first_ms']:.0f}", mean, median, speedup)
     Console().print(table)
     if json_file is not None:
         conditions = {
@@ -116,7 +120,7 @@ def main(
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "package": hf_subbyte_moe.__version__,
-            "model": f"{layers} layers of Mixtral-8x7B's shape, random bf16 weights, batch 1",
+            "model": f"{layers} layers of Mixtral-8x7B's shape, random bf16 weights",
             "tokens": tokens,
             "commit": commit,
         }

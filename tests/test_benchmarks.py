@@ -273,10 +273,11 @@ def test_filters_and_deadlines(scripts: Any) -> None:
 
 def test_a_tuned_configuration_replaces_the_one_of_its_device_and_size(scripts: Any, tmp_path: Path) -> None:
     path, cell = tmp_path / "configs.json", small(scripts)
-    for warps, device in ((4, "a"), (8, "b"), (2, "a")):
-        scripts.tune.keep_config(path, device, cell, {"warps": warps, "blocks_per_sm": 1, "us": 12.5})
+    for warps, device, mixed in ((4, "a", False), (8, "b", False), (2, "a", False), (12, "a", True)):
+        scripts.tune.keep_config(path, device, cell, mixed, {"warps": warps, "blocks_per_sm": 1, "us": 12.5})
     known = json.loads(path.read_text(encoding="utf-8"))
-    assert known["a"] == [{"heads": 8, "tiles": 35, "warps": 2, "blocks_per_sm": 1, "us": 12.5}]
+    size = {"heads": 8, "tiles": 35, "blocks_per_sm": 1, "us": 12.5}
+    assert known["a"] == [{**size, "mixed": False, "warps": 2}, {**size, "mixed": True, "warps": 12}]
     assert known["b"][0]["warps"] == 8
 
 

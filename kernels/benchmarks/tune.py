@@ -1,7 +1,7 @@
 """Choose the CUDA kernel's configurations: every candidate in every cell, the fastest that is right is kept.
 
-A cell's winner has the smallest sum over the tuned pairs of tiers. The kernel looks a size up by device, KV heads of
-all rows, and tiles.
+A cell has two winners: the smallest sum over the tuned pairs of tiers, and the fastest for a mixture. The kernel looks
+a size up by device, KV heads of all rows, tiles, and whether tiers are mixed.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from limits import Budget, Only, check_device
 from results import Record, error_ratio, not_right
 from rich.console import Console
 from rich.markup import escape
-from shapes import TUNED, Cell, Variant
+from shapes import MIX, TUNED, Cell, Variant
 from timing import Clock
 
 from subbyte_kernels.decode_attention import AttentionResult
@@ -52,26 +52,30 @@ def tune(clock: Clock, cells: list[Cell], only: Only, budget: Budget, configs: P
     from subbyte_kernels.decode_attention.cuda_kernel import decode_attention_cuda
 
     device, candidates = torch.cuda.get_device_name(clock.device), candidate_configs()
-    tuned = [variant for variant in TUNED if only.variant(variant)]
+    tuned = [variant for variant in (*TUNED, MIX) if only.variant(variant)]
     if not tuned:
-        raise ValueError(f"--only leaves no pair to tune for; there are {[variant.name for variant in TUNED]}")
+        raise ValueError(f"--only leaves nothing to tune for; there are {[variant.name for variant in (*TUNED, MIX)]}")
     times: list[Record] = []
     good = True
     for cell in cells:
         if not budget.allows(3 + _SECONDS * len(candidates) * len(tuned), cell.name):
             continue
-        lines = [
-            line for variant in tuned for line in _candidates(cell, variant, clock, candidates, decode_attention_cuda)
-        ]
-        times += lines
-        results.save({"device": device, "times": times}, record)
-        best = winner(lines, len(tuned))
-        if best is None:
-            good = False
-            _console.print(f"{cell.name}: [red]no configuration is right[/red]", soft_wrap=True)
-            continue
-        keep_config(configs, device, cell, best)
-        _console.print(f"{cell.name}: {escape(str(best))}", soft_wrap=True)
+        for mixed in (False, True):
+            group = [variant for variant in tuned if (variant is MIX) is mixed]
+            if not group:
+                continue
+            name = f"{cell.name}, {'mixed' if mixed else 'one pair'}"
+            found = [_candidates(cell, variant, clock, candidates, decode_attention_cuda) for variant in group]
+            lines = [line for of_variant in found for line in of_variant]
+            times += lines
+            results.save({"device": device, "times": times}, record)
+            best = winner(lines, len(group))
+            if best is None:
+                good = False
+                _console.print(f"{name}: [red]no configuration is right[/red]", soft_wrap=True)
+                continue
+            keep_config(configs, device, cell, mixed, best)
+            _console.print(f"{name}: {escape(str(best))}", soft_wrap=True)
     for what in budget.skipped:
         _console.print(f"skipped for want of time: {what}", soft_wrap=True)
     return good
@@ -121,10 +125,10 @@ def winner(lines: list[Record], pairs: int) -> Record | None:
     return {"warps": warps, "blocks_per_sm": blocks_per_sm, "us": round(means[warps, blocks_per_sm], 2)}
 
 
-def keep_config(path: Path, device: str, cell: Cell, best: Record) -> None:
+def keep_config(path: Path, device: str, cell: Cell, mixed: bool, best: Record) -> None:
     """Put a winner into the file; it replaces the one of the same device and size."""
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    size = {"heads": cell.units, "tiles": cell.tiles}
+    size = {"heads": cell.units, "tiles": cell.tiles, "mixed": mixed}
     others = [entry for entry in known.get(device, []) if {**entry, **size} != entry]
-    known[device] = sorted([*others, {**size, **best}], key=lambda entry: (entry["heads"], entry["tiles"]))
+    known[device] = sorted([*others, {**size, **best}], key=lambda entry: (entry["heads"], entry["tiles"], entry["mixed"]))
     results.save(known, path)

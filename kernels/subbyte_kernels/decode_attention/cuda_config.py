@@ -43,15 +43,17 @@ def _tuned() -> dict[str, list[dict[str, float]]]:
 
 
 @lru_cache(maxsize=1024)
-def choose_config(device: int, heads: int, tiles: int) -> CudaConfig:
+def choose_config(device: int, heads: int, tiles: int, mixed: bool) -> CudaConfig:
     """The tuned configuration nearest in size.
 
     Args:
         device: CUDA device.
         heads: KV heads of all rows.
         tiles: tiles of the longest row.
+        mixed: tiles differ in their tiers.
     """
-    rows = _tuned().get(torch.cuda.get_device_name(device))
+    tuned = _tuned().get(torch.cuda.get_device_name(device), [])
+    rows = [row for row in tuned if row["mixed"] == mixed]
     if not rows or not tiles:
         return _DEFAULT
     nearest = min(rows, key=lambda row: abs(math.log(row["heads"] / heads)) + abs(math.log(row["tiles"] / tiles)))

@@ -105,7 +105,7 @@ class _Variant:
         large = sum(entries == _LARGE_TABLE for entries, _ in self.tables)  # two of them lie between each other
         others = sum(entries for entries, _ in self.tables if entries != _LARGE_TABLE)
         tables = (math.ceil(large / 2) * 2 * _LARGE_TABLE + others) * _ENTRY_BYTES
-        return sums + queries * (self.head_dim * 2 + 8) + 16 + tables
+        return sums + queries * (self.head_dim * 2 + 8) + tables
 
     def defined(self) -> dict[str, object]:
         """What the kernel's text wants to know."""
@@ -145,7 +145,7 @@ def _current_stream(device: int) -> int:
 
 @cache
 def _arrived(device: int, stream: int, capture: int, size: int) -> Tensor:
-    """Counters of finished blocks: zero between calls, because the last block puts them back."""
+    """Counters of finished splits: zero between calls, because the last one puts them back."""
     del stream, capture
     return torch.zeros(size, dtype=torch.int32, device=f"cuda:{device}")
 
@@ -178,7 +178,7 @@ def _fitting_config(plan: Plan, query: Tensor, group: int, config: CudaConfig | 
     """The variant for the given or the tuned configuration, with fewer warps where the tables need the room."""
     device = query.device.index
     heads = query.shape[0] * query.shape[1] // group
-    config = config or choose_config(device, heads, plan.count)
+    config = config or choose_config(device, heads, plan.count, plan.mixed)
     limit = nvrtc.device_limits(device)[1]
     for fewer in (config, CudaConfig(12, 1), CudaConfig(8, 1), CudaConfig(4, 1)):
         variant = _variant(plan, query, group, fewer)
@@ -325,7 +325,8 @@ class _Launch:
             blocks, self._grid = pairs * splits, (splits, heads, batch)
         self._kernel = _kernel(variant)
         self._output_shape = (batch, query_heads, 1, dim)
-        self._pairs, self._rows, self._dim = pairs, blocks * 4 * variant.quads, dim
+        queries = 4 * variant.quads
+        self._counters, self._rows, self._dim = pairs * queries, blocks * queries, dim
         pages, (mean, key_signs, value_signs) = plan.pointers[:2], plan.pointers[2:]
         counts = (heads, group, exact.keys.shape[2], plan.count, splits)
         # all but addresses of the call's own tensors, in the order of the kernel's `Params`
@@ -346,7 +347,7 @@ class _Launch:
             size = self._rows * (self._dim // 2 + 4)  # fp16 sums, then four numbers for each
             held = (
                 _partial(self._device, stream, capture, 1 << size.bit_length()),
-                _arrived(self._device, stream, capture, 1 << self._pairs.bit_length()),
+                _arrived(self._device, stream, capture, 1 << self._counters.bit_length()),
             )
             self._held.append(held)
             partial, arrived = (tensor.data_ptr() for tensor in held)

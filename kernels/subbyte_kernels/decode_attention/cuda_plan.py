@@ -34,6 +34,7 @@ class Plan:
         strides: of the pages.
         ends: the end of the kernel's parameters: pools of both sides, tables and their strides.
         count: tiles of the longest row.
+        mixed: tiles differ in their tiers.
         launches: layout of a call that was checked -> how to repeat it.
     """
 
@@ -46,6 +47,7 @@ class Plan:
         self.strides = [0, 0]
         self.ends = [0] * 5
         self.count = 0 if tiles is None else tiles.values.pages.shape[-1]
+        self.mixed = False
         self._named: list[NDArray[np.int32]] = []  # tiers of both sides' tiles, sorted, where they differ
         self._held: list[Tensor | None] = []  # what the addresses point into
         if tiles is None or not self.count:
@@ -90,6 +92,7 @@ class Plan:
         """Pages of both sides, laid out alike; sorted by pairs of tiers where there are several."""
         pages = [keys.pages, values.pages]
         if len(keys.pools) > 1 or len(values.pools) > 1:
+            self.mixed = True
             host = sort_by_pair(_host_pages(keys), _host_pages(values))
             self._named = [side >> _SLOT_BITS for side in host]
             return [torch.from_numpy(side).to(keys.pages.device, non_blocking=True) for side in host]
@@ -114,7 +117,7 @@ class Plan:
                 by_tier[tier] = SIDE_COSTS[kind]
             costs = costs + by_tier[named]  # tier -1 is the last place: no page, no cost
         lengths = (costs > 0).sum(-1)
-        if same_cost(costs) and not self._named and lengths.max() <= _EVEN * lengths.mean():
+        if same_cost(costs) and not self.mixed and lengths.max() <= _EVEN * lengths.mean():
             return None
         return np.repeat(costs.reshape(-1, costs.shape[-1]), 2, axis=1)
 

@@ -1,7 +1,7 @@
 // Decode attention of one query token over packed tiles, the exact window and the sinks.
 //
-// One block computes one (row, KV head, split); the last block of a (row, KV head) to finish merges the splits, always
-// in the same order. Within a block every warp works for itself on units of 64 tokens and keeps its own softmax, so the
+// One block computes one (row, KV head, split); a warp merges a query's sums of the block, and if it is the last to do so,
+// those of all splits, always in the same order. Within a block every warp works for itself on units of 64 tokens and keeps its own softmax, so the
 // main loop has no barrier. Codes go from global memory to registers (lanes.py lays them out so that every load is
 // contiguous), from there through a table in shared memory straight into operand A of the tensor cores' m16n8k16; the
 // other operand holds queries or weights.
@@ -35,7 +35,6 @@
 constexpr int UNIT = 64;
 constexpr int THREADS = 32 * WARPS;
 constexpr int QUERIES = 4 * QUADS;
-constexpr int MAX_SPLITS = 128;
 constexpr int STEPS = D / 32;         // instructions for 8 tokens of keys or of values and a quad of queries
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float SLACK = 8.0f;         // the running maximum may lag behind by a factor of 2^8: P stays far below 65504
@@ -83,15 +82,14 @@ constexpr int N_PAIRS = 0 PAIRS;
 #undef PAIR
 
 // Shared memory: each warp's packed sum, then its exact one | rotated queries | (m, l) of the sums | size of each
-// query and its product with the mean | a flag | tables. The host says where dynamic shared memory begins, so that the
+// query and its product with the mean | tables. The host says where dynamic shared memory begins, so that the
 // address of a table is part of the instructions that read it.
 constexpr int ROW_FLOATS = QUERIES * D;
 constexpr int ROWS = 2 * WARPS;
 constexpr int QUERY_AT = ROWS * ROW_FLOATS * 4;
 constexpr int STATE_AT = QUERY_AT + QUERIES * D * 2;
 constexpr int FACTOR_AT = STATE_AT + ROWS * QUERIES * 8;
-constexpr int FLAG_AT = FACTOR_AT + QUERIES * 8;
-constexpr int TABLES_AT = FLAG_AT + 16;
+constexpr int TABLES_AT = FACTOR_AT + QUERIES * 8;
 static_assert(TABLES_AT + table_offset(N_TABLES) == SHARED_BYTES, "host and kernel agree");
 constexpr int table_address(int index) { return index < 0 ? 0 : SHARED_BASE + TABLES_AT + table_offset(index); }
 
@@ -119,7 +117,7 @@ struct Params {
     float *lse;                    // [B, HQ]
     u16 *partial;                  // [splits of all (row, head), QUERIES, D] fp16
     float4 *partial_state;         // [splits of all (row, head), QUERIES] maximum, denominator, unit of the sum
-    u32 *arrived;                  // [B H], zero before and after
+    u32 *arrived;                  // [B H, QUERIES], zero before and after
     const u32 *key_pool[some(N_KEY_TIERS)];
     const u32 *value_pool[some(N_VALUE_TIERS)];
     const u16 *table[some(N_TABLES)];
@@ -765,106 +763,60 @@ DEVICE void merge_warps(int first, int count, int query, int lane, float (&x)[D 
     }
 }
 
-// The splits of a (row, KV head) -> output. Every thread sums eight channels of a query over its share of the splits;
-// the first sums are on their way while the weights are computed.
-struct Sums {
-    static constexpr int COLUMNS = QUERIES * D / 8;
-    static constexpr int SHARES = THREADS / COLUMNS > 1 ? THREADS / COLUMNS : 1;
-    static constexpr int AHEAD = 20;
-    uint4 part[AHEAD];
-
-    DEVICE void load(const uint4 *from, int first, int splits) {
-        from += first * COLUMNS;
+// The splits of a query -> output, by one warp. A row of sums takes D / 8 lanes, so a load of all lanes takes several.
+DEVICE void merge_splits(const Params &p, u64 first_partial, int splits, int pair, int head, int query, int lane) {
+    constexpr int LANES = D / 8, TOGETHER = 32 / LANES, LOADS = 32 / TOGETHER;
+    const int within = lane / LANES, column = lane % LANES;
+    const float sink = p.sinks ? p.sinks[head * p.group + query] * LOG2E : -INFINITE;
+    float top = sink, total = sink == -INFINITE ? 0.0f : 1.0f, sum[8] = {};
+#pragma unroll 1
+    for (int from = 0; from < splits; from += 32) {
+        const u64 first = (first_partial + from) * QUERIES + query;
+        uint4 part[LOADS];
 #pragma unroll
-        for (int n = 0; n < AHEAD; ++n)
-            if (first + n * SHARES < splits) part[n] = __ldcg(from + n * SHARES * COLUMNS);
-    }
-    DEVICE void add(float (&sum)[8], const float *weights, int first, int splits) const {
+        for (int n = 0; n < LOADS; ++n) {
+            const int split = n * TOGETHER + within;
+            part[n] = make_uint4(0, 0, 0, 0);
+            if (from + split < splits) part[n] = __ldcg(reinterpret_cast<const uint4 *>(p.partial + (first + split * QUERIES) * D) + column);
+        }
+        float4 state = make_float4(-INFINITE, 0.0f, 0.0f, 0.0f);
+        if (from + lane < splits) state = __ldcg(p.partial_state + first + lane * QUERIES);
+        float raised = fmaxf(top, state.x);
 #pragma unroll
-        for (int n = 0; n < AHEAD; ++n) {
-            if (first + n * SHARES >= splits) break;
-            const float weight = weights[first + n * SHARES];
+        for (int bit = 1; bit < 32; bit <<= 1) raised = fmaxf(raised, __shfl_xor_sync(FULL, raised, bit));
+        const float keep = top == -INFINITE ? 0.0f : exp2_fast(top - raised);
+        const float weight = state.x == -INFINITE ? 0.0f : exp2_fast(state.x - raised), factor = weight * state.z;
+        top = raised;
+        float more = weight * state.y;
+#pragma unroll
+        for (int bit = 1; bit < 32; bit <<= 1) more += __shfl_xor_sync(FULL, more, bit);
+        total = total * keep + more;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum[i] *= keep;
+#pragma unroll
+        for (int n = 0; n < LOADS; ++n) {
+            if (from + n * TOGETHER >= splits) break;
+            const float of_row = __shfl_sync(FULL, factor, n * TOGETHER + within);
             const u32 pairs[4] = {part[n].x, part[n].y, part[n].z, part[n].w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                sum[2 * i] += weight * from_half(pairs[i]);
-                sum[2 * i + 1] += weight * from_half(pairs[i] >> 16);
+                sum[2 * i] += of_row * from_half(pairs[i]);
+                sum[2 * i + 1] += of_row * from_half(pairs[i] >> 16);
             }
         }
     }
-};
-
-DEVICE void weigh_splits(const Params &p, const float4 *states, int splits, u64 at, int head, int index, int lane, float *weights, float *inverses) {
-    for (int query = index; query < p.group; query += WARPS) {
-        const float sink = p.sinks ? p.sinks[head * p.group + query] * LOG2E : -INFINITE;
-        float top = sink, total = 0.0f;
-        float4 state[MAX_SPLITS / 32];
 #pragma unroll
-        for (int n = 0; n < MAX_SPLITS / 32; ++n) {
-            state[n] = make_float4(-INFINITE, 0.0f, 0.0f, 0.0f);
-            if (n * 32 + lane < splits) state[n] = __ldcg(states + (n * 32 + lane) * QUERIES + query);
-            top = fmaxf(top, state[n].x);
-        }
+    for (int bit = LANES; bit < 32; bit <<= 1)
 #pragma unroll
-        for (int bit = 1; bit < 32; bit <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL, top, bit));
+        for (int i = 0; i < 8; ++i) sum[i] += __shfl_xor_sync(FULL, sum[i], bit);
+    const float inverse = total > 0.0f ? __fdividef(1.0f, total) : 0.0f;
+    const u64 at = (u64)pair * p.group + query;
 #pragma unroll
-        for (int n = 0; n < MAX_SPLITS / 32; ++n) {
-            const float weight = state[n].x == -INFINITE ? 0.0f : exp2_fast(state[n].x - top);
-            weights[query * MAX_SPLITS + n * 32 + lane] = weight * state[n].z;
-            total += weight * state[n].y;
-        }
-#pragma unroll
-        for (int bit = 1; bit < 32; bit <<= 1) total += __shfl_xor_sync(FULL, total, bit);
-        if (sink != -INFINITE) total += exp2_fast(sink - top);
-        if (lane == 0) {
-            inverses[query] = total > 0.0f ? __fdividef(1.0f, total) : 0.0f;
-            p.lse[at + query] = total > 0.0f ? (top + log2_fast(total)) * (1.0f / LOG2E) : -INFINITE;
-        }
-    }
-}
-
-DEVICE void merge_splits(const Params &p, u64 first_partial, int splits, int head, int row, int index, int lane) {
-    constexpr int COLUMNS = Sums::COLUMNS, SHARES = Sums::SHARES;
-    float *weights = reinterpret_cast<float *>(shared);  // [QUERIES][MAX_SPLITS]
-    float *inverses = weights + QUERIES * MAX_SPLITS;
-    float *shares = inverses + QUERIES;  // [8][THREADS]
-    const uint4 *sums = reinterpret_cast<const uint4 *>(p.partial + first_partial * QUERIES * D);
-    const int share = threadIdx.x / COLUMNS, first = threadIdx.x % COLUMNS;
-    const u64 at = ((u64)row * p.heads + head) * p.group;
-    Sums loaded;
-#pragma unroll 1
-    for (int column = first; column < COLUMNS; column += THREADS) {
-        const int query = column / (D / 8);
-        const bool mine = query < p.group && share < SHARES;
-        float sum[8] = {};
-#pragma unroll 1
-        for (int from = 0; from < splits; from += Sums::AHEAD * SHARES) {
-            if (mine) loaded.load(sums + column, from + share, splits);
-            if (column == first && from == 0) {
-                weigh_splits(p, p.partial_state + first_partial * QUERIES, splits, at, head, index, lane, weights, inverses);
-                __syncthreads();
-            }
-            if (mine) loaded.add(sum, weights + query * MAX_SPLITS, from + share, splits);
-        }
-        if (SHARES > 1) {
-            if (share < SHARES)
-#pragma unroll
-                for (int i = 0; i < 8; ++i) shares[i * THREADS + threadIdx.x] = sum[i];
-            __syncthreads();
-            if (share == 0)
-#pragma unroll
-                for (int n = 1; n < SHARES; ++n)
-#pragma unroll
-                    for (int i = 0; i < 8; ++i) sum[i] += shares[i * THREADS + threadIdx.x + n * COLUMNS];
-        }
-        if (query < p.group && share == 0) {
-            const float inverse = inverses[query];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) sum[i] *= inverse;
-            reinterpret_cast<uint4 *>(p.output + at * D)[column] =
-                make_uint4(model2(sum[0], sum[1]), model2(sum[2], sum[3]), model2(sum[4], sum[5]), model2(sum[6], sum[7]));
-        }
-    }
+    for (int i = 0; i < 8; ++i) sum[i] *= inverse;
+    if (within == 0)
+        reinterpret_cast<uint4 *>(p.output + at * D)[column] =
+            make_uint4(model2(sum[0], sum[1]), model2(sum[2], sum[3]), model2(sum[4], sum[5]), model2(sum[6], sum[7]));
+    if (lane == 0) p.lse[at] = total > 0.0f ? (top + log2_fast(total)) * (1.0f / LOG2E) : -INFINITE;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(const __grid_constant__ Params p) {
@@ -988,19 +940,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
 #pragma unroll
         for (int i = 0; i < OWN; i += 2) partial[i / 2] = half2(x[i] * inverse, x[i + 1] * inverse);
         if (lane == 0) p.partial_state[at] = make_float4(both, total, unit, 0.0f);
-    }
-    __syncthreads();
-    if (splits > 1) {
-        u32 *flag = reinterpret_cast<u32 *>(shared + FLAG_AT);
-        if (threadIdx.x == 0) {
-            // the barrier puts the block's partial sums before it, and those of all blocks before the last one's loads
-            u32 before;
-            asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(p.arrived + pair) : "memory");
-            *flag = before;
-            if (before == splits - 1) p.arrived[pair] = 0;
+        __syncwarp();
+        if (splits > 1) {
+            // what the warp has written comes before it, and what all splits' warps have written before the last one's loads
+            u32 before = 0, *arrived = p.arrived + pair * QUERIES + query;
+            if (lane == 0) asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
+            if (__shfl_sync(FULL, before, 0) != splits - 1) continue;
+            __syncwarp();
+            if (lane == 0) *arrived = 0;
         }
-        __syncthreads();
-        if (*flag != splits - 1) return;
+        merge_splits(p, first_partial, splits, pair, head, query, lane);
     }
-    merge_splits(p, first_partial, splits, head, row, index, lane);
 }
