@@ -2,7 +2,8 @@
 
 ``kivi``: keys in groups of tokens of one channel, values in groups of channels of one token, minimum and step of each
 group; its residual as published, no sinks (``sinks`` adds them).
-``min-max``: groups of one token's channels, everything at once: what stock ``quanto`` does by default.
+``min-max``: groups of one token's channels, the whole prompt at once, later tokens 128 at a time: what stock
+``quanto`` does by default, without its package.
 ``lloyd-max``: Hadamard, the token's norm, then the best scalar levels for a Gaussian: TurboQuant without its sketch.
 ``fp8``: E4M3 with a scale a layer and side that the prompt fixes; everything, no window, as serving engines do.
 ``literal``: evenly spaced levels between the extremes of a head's values; what is beyond 3.5 sigma of its token, FP8.
@@ -93,11 +94,17 @@ class Kivi(Baseline):
 
 
 class MinMaxSide(Side):
-    """Groups of one token's channels, no exact token."""
+    """Groups of one token's channels; of a prompt nothing stays exact."""
 
     def __init__(self, nbits: int, group_size: int) -> None:
-        super().__init__(0, 0, 1, late=True)
+        super().__init__(0, 0, TILE, late=True)
         self._nbits, self._group = nbits, group_size
+        self._prompt: int | None = None
+
+    def due(self, length: int) -> int:
+        if self._prompt is None:
+            self._prompt = length
+        return self._prompt + super().due(length - self._prompt)
 
     def round_trip(self, states: Tensor) -> Tensor:
         return min_max_groups(states.float().unflatten(-1, (-1, self._group)), self._nbits).flatten(-2)
