@@ -138,8 +138,10 @@ def test_peers_show_every_figure_and_what_is_left_out(report: ModuleType, result
 def test_ablations_are_held_against_what_they_change(report: ModuleType, results: Any) -> None:
     plain = row("simulated", codebook=None, options={"tier": "vq2"}, kl=0.02)
     changed = row("simulated", codebook=None, options={"tier": "vq2", "mean": False}, kl=0.05)
+    outliers = {"tier": "vq2", "outlier_sigma": 3.0}
+    kept = row("simulated", codebook=None, options=outliers, kl=0.01, bits=2.25 + 24 * 0.01)
     window = {**DEFAULT, "default": False, "options": {"window": 32}, "kl": 0.03}
-    results("quality_ablations", [CONTROL, DEFAULT, window, plain, changed])
+    results("quality_ablations", [CONTROL, DEFAULT, window, plain, changed, kept])
     ratios = {line[0]: line[5] for line in lines_of(report.quality_ablations())[1:]}
     assert ratios == {
         "control, one bit": "-",
@@ -147,6 +149,7 @@ def test_ablations_are_held_against_what_they_change(report: ModuleType, results
         "`error`, 2.3 bits: window 32": "3.00",
         "simulated: tier vq2": "1.00",
         "simulated: tier vq2, mean False": "2.50",
+        "simulated: tier vq2, outlier_sigma 3.0 (1.00% of values)": "0.50",
     }
 
 

@@ -26,6 +26,7 @@ PEER_NAMES = {
     CONTROL: "control, one bit",
 }
 _SHOWN_CONTEXTS = {"subbyte-moe-31m": 4096, "smollm2-135m": 1024}  # in the short table, where they were measured
+_OUTLIER_BITS = 24  # of a value that stays in FP8, with its place
 _MARKERS = "osD^vPX*<>"
 
 
@@ -213,10 +214,13 @@ def ablation_table(cell: list[Row]) -> str:
         text = tasks_of.get(TEXT)
         any_row = text or next(iter(tasks_of.values()))
         base = _base_of(any_row, found)
+        share = ""
+        if base is not None and any_row["options"].get("outlier_sigma"):
+            share = f" ({(any_row['bits'] - base['bits']) / _OUTLIER_BITS:.2%} of values)"
         ratio = "-" if text is None or base is None or not base["kl"] else f"{text['kl'] / base['kl']:.2f}"
         lines.append(
             [
-                name_of(any_row),
+                name_of(any_row) + share,
                 *(shown(any_row.get(key), ".2f") for key in ("bits", "bits_total_16")),
                 *(["-", "-"] if text is None else [_interval(text, "kl", ".4f"), f"{text['dnll']:+.4f}"]),
                 ratio,
