@@ -13,7 +13,7 @@ CONFIG_VERSION = 1
 TILE_TOKENS = 128
 TIERS = ("exact", "fp8", "fp6", "vq4", "vq3o", "vq3", "nuq2", "vq2", "vq175")
 DEFAULT_BITS = 2.5
-BUDGET_POLICIES = ("error", "entropy_rank")
+BUDGET_POLICIES = ("error", "entropy_rank", "entropy_rank_inverse", "residual_entropy", "random", "uniform")
 POLICIES = (*BUDGET_POLICIES, "entropy")
 UNIFORM = "uniform:"
 CODEBOOKS = ("universal", "online")
@@ -42,9 +42,11 @@ class KVCacheConfig:
     Attributes:
         default: ``generate`` uses this cache without being told.
         bits: average bits of a packed value, scales and outliers included; None means 2.5, or the least that a small
-            head dimension allows. Only with the policies that keep a budget (``error``, ``entropy_rank``).
+            head dimension allows. Only with the policies that keep a budget (``BUDGET_POLICIES``).
         policy: ``error`` (measured error of each head's output), ``entropy`` (the seed documents' thresholds),
-            ``entropy_rank`` (their direction under a budget) or ``uniform:<tier>``.
+            ``entropy_rank`` (their direction under a budget), ``entropy_rank_inverse`` (its reverse),
+            ``residual_entropy`` (the reverse, of the entropy without sinks and window), ``random`` (seeded),
+            ``uniform`` (the same bits for every head) or ``uniform:<tier>``.
         codebook: ``universal`` (needs no data) or ``online`` (k-means on the prompt).
         window: recent tokens that stay exact; up to 127 more wait there for their tile.
         sinks: first tokens that stay exact.

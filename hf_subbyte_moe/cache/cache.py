@@ -46,11 +46,11 @@ class EntropySubbyteCache(Cache):
         self._model = {key: getattr(config, key, None) for key in _MODEL_KEYS}
         latent = _is_latent(config)
         check_widths(self.kv_config, _widths(config), latent)
-        policy = make_policy(self.kv_config)
         layers: list[Any] = []
         previous: EntropySubbyteLayer | None = None
-        for layer in DynamicCache(config=config).layers:
+        for index, layer in enumerate(DynamicCache(config=config).layers):
             if type(layer) is DynamicLayer:
+                policy = make_policy(self.kv_config, index)
                 layer = previous = EntropySubbyteLayer(self.kv_config, policy, previous, latent)
             layers.append(layer)
         self._before: dict[int, Any] = {}  # the current step's layers before it

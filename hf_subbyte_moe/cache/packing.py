@@ -203,9 +203,10 @@ class PackedRows:
         """Measure a region of ``more`` tiles, if that is possible, and choose its tiers ``[more, H, 2]``."""
         probe = None
         enough = _MIN_NEW_QUERIES if self.settled[row] else _MIN_QUERIES
-        if queries is not None and key.shape[1] >= enough:
+        alike = self._policy.needs.chunk is not None  # the policy goes by position alone
+        if queries is not None and key.shape[1] >= enough and not alike:
             probe = self._probe(row, key, value, queries)
-        if probe is None and self.settled[row]:
+        if probe is None and self.settled[row] and not alike:
             return np.repeat(self._later_tiers(row)[None], more, axis=0)
         chunks = self._measure(row, region, more, probe)
         return self._choose(row, chunks, int(self.lengths[row]) + key.shape[1])
@@ -233,8 +234,11 @@ class PackedRows:
         key, value = region
         tiles, first = int(self.store.counts[row]), int(self.first_recent()[row])
         edges = [tiles, tiles + more]
-        if more and self._config.chunk != WHOLE_PROMPT:
+        needs = self._policy.needs
+        size = needs.chunk
+        if size is None and self._config.chunk != WHOLE_PROMPT:
             size = int(self._config.chunk) // TILE_TOKENS
+        if more and size is not None:
             edges[1:1] = range((tiles // size + 1) * size, tiles + more, size)
         sides = (self.codecs.side(KEYS, row), self.codecs.side(VALUES, row))
         chunks = []
@@ -246,7 +250,7 @@ class PackedRows:
             stop = (high - tiles) * TILE_TOKENS if more else key.shape[1]
             part = slice(start, stop)
             states = (key[:, part], value[:, part])
-            chunks.append(probe.measure(states, first + start, sides, low, high - low, self._policy.tiers))
+            chunks.append(probe.measure(states, first + start, sides, low, high - low, self._policy.tiers, needs))
         return chunks
 
     def _choose(self, row: int, chunks: list[Measured], length: int) -> TierChoice:

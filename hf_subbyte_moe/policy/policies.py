@@ -5,7 +5,7 @@ measured and shown for every head, but it has no portable sign: on one model hig
 another fewer. The measured error of the head's own output ranks heads on both, and is the default.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +23,7 @@ CANDIDATES = tuple(get_codec(name) for name in ("vq175", "vq2", "vq3", "vq4", "f
 _POSITIONAL = get_codec("vq4")
 HIGH_ENTROPY, LOW_ENTROPY = 4.5, 2.5  # bits; the seed documents' thresholds
 _KEY_WEIGHT = 4.0  # how much more a key's error costs than a value's where nothing was measured
+_GOLDEN = 0.6180339887  # multiples of it fill the unit interval evenly
 _RANK_SPAN_BITS = 3.0  # how many bits apart the ends of a ranking are valued
 
 
@@ -33,7 +34,8 @@ class Measured:
     Attributes:
         first_tile: the chunk's first tile in its row.
         tiles: how many tiles it has; 0 for a prompt too short to pack, whose measurements serve later tiles.
-        entropy: ``[H]`` mean entropy in bits of the attention of the sampled queries; NaN where none was sampled.
+        entropy: ``[H]`` mean entropy in bits of the attention of the sampled queries, to everything or, where the
+            policy asks for that, to the chunk alone; NaN where none was sampled.
         mass: ``[H]`` share of their attention that falls on the chunk; NaN likewise.
         errors: ``[H, 2, C]`` error of the layer's attention output if this head's keys or values alone had one of the
             policy's C tiers, relative to the output's energy; a prior where nothing was sampled.
@@ -73,12 +75,31 @@ def unmeasured(candidates: Sequence[Codec], heads: int, first_tile: int, tiles: 
     return Measured(first_tile, tiles, unknown, unknown, prior_errors(candidates, heads), candidates)
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What a policy wants to know about a chunk.
+
+    Attributes:
+        errors: what each of its tiers would cost; priors serve where it is False.
+        residual: ``entropy`` is that of the attention to the chunk alone, without sinks and window.
+        chunk: tiles that share a choice, whatever the config says, with nothing measured; None: as the config says.
+    """
+
+    errors: bool = True
+    residual: bool = False
+    chunk: int | None = None
+
+
 class Policy(Protocol):
     """Chooses tiers for the chunks of one row of one layer."""
 
     @property
     def tiers(self) -> Sequence[Codec]:
         """Every tier that it may choose."""
+
+    @property
+    def needs(self) -> Needs:
+        """What it wants to know."""
 
     def choose(self, chunks: Sequence[Measured], bits: Floats, sizes: Floats, budget: float) -> NDArray[np.int64]:
         """Numbers ``[chunks, H, 2]`` of tiers in ``tiers``.
@@ -104,18 +125,23 @@ class ErrorPolicy:
     """Greedy by the measured error of the attention output, keys and values apart."""
 
     tiers: Sequence[Codec] = CANDIDATES
+    needs = Needs()
 
     def choose(self, chunks: Sequence[Measured], bits: Floats, sizes: Floats, budget: float) -> NDArray[np.int64]:
         return _allocate(np.stack([chunk.errors for chunk in chunks]), bits, sizes, budget)
 
 
 class EntropyRankPolicy:
-    """The seed documents' direction under a budget: the higher a head's entropy, the more bits."""
+    """The seed documents' direction under a budget, the higher a head's entropy, the more bits; or its reverse."""
 
     tiers: Sequence[Codec] = CANDIDATES
 
+    def __init__(self, sign: float = 1.0, residual: bool = False) -> None:
+        """``sign`` -1 reverses; ``residual`` looks at the entropy without sinks and window."""
+        self._sign, self.needs = sign, Needs(residual=residual)
+
     def choose(self, chunks: Sequence[Measured], bits: Floats, sizes: Floats, budget: float) -> NDArray[np.int64]:
-        entropy = np.nan_to_num(np.stack([chunk.entropy for chunk in chunks]))
+        entropy = self._sign * np.nan_to_num(np.stack([chunk.entropy for chunk in chunks]))
         _, place, count = np.unique(entropy.reshape(-1), return_inverse=True, return_counts=True)
         middle = count.cumsum() - (count + 1) / 2  # the rank of equal ones is their middle one
         rank = middle[place] / max(1, entropy.size - 1)
@@ -123,10 +149,54 @@ class EntropyRankPolicy:
         return _allocate(prior_errors(self.tiers, entropy.shape[1]) * weight[:, :, None, None], bits, sizes, budget)
 
 
+class RandomPolicy:
+    """Heads and sides in a random order, the same for every prompt, valued as far apart as the rankings."""
+
+    tiers: Sequence[Codec] = CANDIDATES
+    needs = Needs(errors=False)
+
+    def __init__(self, layer: int) -> None:
+        self._layer = layer
+
+    def choose(self, chunks: Sequence[Measured], bits: Floats, sizes: Floats, budget: float) -> NDArray[np.int64]:
+        heads = len(chunks[0].entropy)
+        rank = np.random.default_rng(self._layer).permutation(heads * 2).reshape(heads, 2) / max(1, heads * 2 - 1)
+        errors = np.array([codec.relative_error for codec in self.tiers]) * 4.0 ** (_RANK_SPAN_BITS * rank[..., None])
+        return _allocate(np.tile(errors, (len(chunks), 1, 1, 1)), bits, sizes, budget)
+
+
+class MixPolicy:
+    """The same bits for every head and side, also between two tiers: their tiles take turns along the tokens.
+
+    Heads, sides and layers start their turns at different tiles, so that every token gets about the same bits, too.
+    Tiles that come while decoding keep the tier of the prompt's last one.
+    """
+
+    tiers: Sequence[Codec] = CANDIDATES
+    needs = Needs(errors=False, chunk=1)
+
+    def __init__(self, layer: int) -> None:
+        self._layer = layer
+
+    def choose(self, chunks: Sequence[Measured], bits: Floats, sizes: Floats, budget: float) -> NDArray[np.int64]:
+        heads = len(chunks[0].entropy)
+        wanted = budget / (float(sizes.sum()) * heads)
+        average = sizes.sum(0) @ bits / sizes.sum()  # [C] bits of a tier over both sides
+        low = max(0, int(np.searchsorted(average, wanted + 1e-6, side="right")) - 1)
+        high = min(low + 1, len(average) - 1)
+        share = 0.0 if high == low else float((wanted - average[low]) / (average[high] - average[low]))
+        unit = np.arange(heads * 2).reshape(heads, 2) + 2 * heads * self._layer
+        start = unit * _GOLDEN % 1
+        tile = np.array([chunk.first_tile for chunk in chunks])[:, None, None]
+        turns = np.floor((tile + 1) * share + start) - np.floor(tile * share + start)
+        return np.where(turns > 0, high, low).astype(np.int64)
+
+
 class EntropyPolicy:
     """The seed documents' rule as written: above 4.5 bits FP6, above 2.5 bits 3-bit vectors, else 1.75 bits."""
 
     tiers: Sequence[Codec] = tuple(get_codec(name) for name in ("fp6", "vq3", "vq175"))
+    needs = Needs()
 
     def choose(self, chunks: Sequence[Measured], bits: Floats, sizes: Floats, budget: float) -> NDArray[np.int64]:
         high, middle, low = range(3)
@@ -139,6 +209,8 @@ class EntropyPolicy:
 class UniformPolicy:
     """One tier for everything."""
 
+    needs = Needs()
+
     def __init__(self, tier: str) -> None:
         self.tiers: Sequence[Codec] = (get_codec(tier),)
 
@@ -146,13 +218,17 @@ class UniformPolicy:
         return np.zeros((len(chunks), len(chunks[0].entropy), 2), dtype=np.int64)
 
 
-def make_policy(config: KVCacheConfig) -> Policy:
-    """The policy that a config names."""
+def make_policy(config: KVCacheConfig, layer: int = 0) -> Policy:
+    """The policy that a config names, for one layer."""
     if config.policy.startswith(UNIFORM):
         return UniformPolicy(config.policy.removeprefix(UNIFORM))
-    named: dict[str, type[Policy]] = {
+    named: dict[str, Callable[[], Policy]] = {
         "error": ErrorPolicy,
         "entropy_rank": EntropyRankPolicy,
+        "entropy_rank_inverse": lambda: EntropyRankPolicy(-1.0),
+        "residual_entropy": lambda: EntropyRankPolicy(-1.0, residual=True),
+        "random": lambda: RandomPolicy(layer),
+        "uniform": lambda: MixPolicy(layer),
         "entropy": EntropyPolicy,
     }
     return named[config.policy]()

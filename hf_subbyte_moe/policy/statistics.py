@@ -11,6 +11,7 @@ Errors pass through the output projection where the module has a plain one, and 
 layer's whole attention output, so they compare between heads, sides and layers.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,11 +33,12 @@ from hf_subbyte_moe.ops import (
     unpack_tiles,
 )
 from hf_subbyte_moe.policy.allocation import Floats
-from hf_subbyte_moe.policy.policies import KEYS, VALUES, Measured, side_codec
+from hf_subbyte_moe.policy.policies import KEYS, VALUES, Measured, Needs, prior_errors, side_codec
 
 
 SAMPLED_QUERIES = 64
 PROBE_TOKENS = 1024
+_ENTROPY_BLOCK = 4096  # keys looked at together
 _PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_LOGIT = 60.0  # of a misquantized key over the log-sum-exp; exp stays finite
 
@@ -203,6 +205,7 @@ class RowProbe:
         first_tile: int,
         tiles: int,
         candidates: Sequence[Codec],
+        needs: Needs | None = None,
     ) -> Measured:
         """Entropy, mass and the error of every candidate tier for one chunk.
 
@@ -213,11 +216,17 @@ class RowProbe:
             first_tile: the chunk's first tile.
             tiles: its tiles.
             candidates: tiers to measure.
+            needs: what the policy wants to know; everything if None.
         """
+        needs = needs or Needs()
         keys, _ = attention_states(*states, self._latent)
         stats = attention_statistics(
             self.query, self.query_index, self.lse, keys, first_index, self._form.scaling, self._form.softcap
         )
+        entropy = self._chunk_entropy(keys, first_index) if needs.residual else self._seen_entropy(keys, first_index)
+        if not needs.errors:
+            prior = prior_errors(candidates, self._heads)
+            return Measured(first_tile, tiles, _floats(entropy), _floats(stats.mass), prior, candidates)
         probed = self._probe_tokens(stats.weight)
         total = stats.weight.sum(-1)
         covered = stats.weight.gather(1, probed).sum(-1)
@@ -225,10 +234,33 @@ class RowProbe:
         share = torch.where(covered > 0, total / covered.clamp(min=torch.finfo(torch.float32).tiny), 0)
         errors = self._tier_errors(states, probed, first_index, sides, candidates)
         errors = errors * share[:, None, None]
+        return Measured(first_tile, tiles, _floats(entropy), _floats(stats.mass), _floats(errors), candidates)
+
+    def _seen_entropy(self, keys: Tensor, first_index: int) -> Tensor:
+        """``[H]`` entropy of the chunk's own queries, or of all if it has none, over everything that they see."""
         inside = (self.query_index >= first_index) & (self.query_index < first_index + keys.shape[1])
         chosen = inside if bool(inside.any()) else torch.ones_like(inside)
-        entropy = self.entropy[:, chosen].mean(-1).view(self._heads, -1).mean(-1)
-        return Measured(first_tile, tiles, _floats(entropy), _floats(stats.mass), _floats(errors), candidates)
+        return self.entropy[:, chosen].mean(-1).view(self._heads, -1).mean(-1)
+
+    def _chunk_entropy(self, keys: Tensor, first_index: int) -> Tensor:
+        """``[H]`` entropy of the sampled queries over the chunk alone, as if they saw nothing else."""
+        query = self.query.reshape(self._heads, -1, self.query.shape[-1]) * self._form.scaling  # [H, G * S, D]
+        index = self.query_index.repeat(query.shape[1] // len(self.query_index))
+        normaliser = query.new_full(query.shape[:2], -torch.inf)  # [H, G * S]
+        weighted = torch.zeros_like(normaliser)  # sum of exp(score - normaliser) * score
+        for low in range(0, keys.shape[1], _ENTROPY_BLOCK):
+            part = keys[:, low : low + _ENTROPY_BLOCK].float()
+            position = torch.arange(first_index + low, first_index + low + part.shape[1], device=keys.device)
+            scores = self._form.cap(query @ part.transpose(-1, -2))
+            hidden = position > index[:, None]
+            lse = torch.logaddexp(normaliser, scores.masked_fill(hidden, -torch.inf).logsumexp(-1))
+            old = (normaliser - lse).exp().nan_to_num(0.0)  # nothing was seen so far: minus infinity twice
+            share = (scores - lse.unsqueeze(-1)).exp().masked_fill(hidden, 0).nan_to_num(0.0)
+            weighted = weighted * old + (share * scores).sum(-1)
+            normaliser = lse
+        seen = torch.isfinite(normaliser)
+        entropy = torch.where(seen, normaliser - weighted, 0) / math.log(2)
+        return entropy.sum(-1) / seen.sum(-1).clamp(min=1)
 
     @staticmethod
     def _probe_tokens(weight: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.codecs import codecs, get_codec
 from hf_subbyte_moe.compat import CACHE_KW, cache_of
+from hf_subbyte_moe.config import POLICIES
 from hf_subbyte_moe.ops import page_slots, page_tiers
 from hf_subbyte_moe.policy import make_policy
 from support.layers import make_layer, put, states
@@ -19,7 +20,7 @@ from support.models import left_padded, prompt, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model did not call:UserWarning")
 
-ALL_POLICIES = ("error", "entropy", "entropy_rank", *(f"uniform:{codec.name}" for codec in codecs()))
+ALL_POLICIES = (*POLICIES, *(f"uniform:{codec.name}" for codec in codecs()))
 
 
 @pytest.mark.parametrize("operation", ["permute", "duplicate", "repeat", "select", "mask"])

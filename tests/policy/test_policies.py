@@ -1,5 +1,6 @@
 """Every policy on made-up measurements."""
 
+import itertools
 import re
 
 import numpy as np
@@ -105,7 +106,7 @@ def test_entropy_looks_at_each_chunk_by_itself() -> None:
     assert chosen[:, 0, KEYS].tolist() == [HIGH, MIDDLE, LOW]
 
 
-@pytest.mark.parametrize("name", ["error", "entropy_rank"])
+@pytest.mark.parametrize("name", [name for name in BUDGET_POLICIES if name != "uniform"])
 @pytest.mark.parametrize("average", [2.0, 2.1, 2.5, 3.0, 4.2, 6.25])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_budget_is_kept_and_used(name: str, average: float, seed: int) -> None:
@@ -232,3 +233,57 @@ def test_the_default_budget_gives_way_to_small_heads(head_dim: int, bits: float)
 @pytest.mark.parametrize("name", ["entropy", "uniform:fp8"])
 def test_policies_that_fix_their_own_bits_have_no_budget(name: str) -> None:
     assert budget_bits(KVCacheConfig(policy=name), (8, 8)) is None
+
+
+def test_the_reverse_ranking_gives_bits_where_the_documents_take_them() -> None:
+    entropy = [5.0, 0.5, 3.0, 7.0]
+    bits = {}
+    for name in ("entropy_rank", "entropy_rank_inverse", "residual_entropy"):
+        chosen = choose(name, [measured(entropy)], average=3.0)
+        bits[name] = np.vectorize(lambda tier: codec_of(tier).format.bits_per_value(HEAD_DIM))(chosen)[0].sum(-1)
+    order = np.argsort(entropy)
+    assert (np.diff(bits["entropy_rank"][order]) >= 0).all()
+    assert (np.diff(bits["entropy_rank_inverse"][order]) <= 0).all()
+    assert bits["entropy_rank_inverse"][order[0]] > bits["entropy_rank_inverse"][order[-1]]
+    assert np.array_equal(bits["entropy_rank_inverse"], bits["residual_entropy"])
+
+
+def test_only_the_residual_policy_asks_for_the_entropy_of_the_chunk_alone() -> None:
+    assert [name for name in POLICIES if policy_of(name).needs.residual] == ["residual_entropy"]
+
+
+def test_random_is_seeded_by_the_layer_and_looks_at_nothing() -> None:
+    config = KVCacheConfig(policy="random")
+    chunks = [measured([1.0, 9.0, 3.0, 4.0], random_errors(4, 1)), measured([2.0] * 4, random_errors(4, 2))]
+    sizes, bits = sizes_of(chunks), bits_of(policy_of("random"))
+    budget = 3.0 * float(sizes.sum()) * 4
+    chosen = [make_policy(config, layer).choose(chunks, bits, sizes, budget) for layer in (3, 3, 4)]
+    assert np.array_equal(chosen[0], chosen[1])
+    assert not np.array_equal(chosen[0], chosen[2])
+    other = [measured([4.0] * 4, random_errors(4, 5)), measured([7.0] * 4, random_errors(4, 6))]
+    assert np.array_equal(make_policy(config, 3).choose(other, bits, sizes, budget), chosen[0])
+
+
+@pytest.mark.parametrize("average", [2.0, 2.25, 2.55, 3.25, 5.0, 6.25])
+def test_uniform_gives_every_head_and_side_the_same_bits(average: float) -> None:
+    tiles, heads = 40, 3
+    chunks = [unmeasured(CANDIDATES, heads, tile, 1) for tile in range(7, 7 + tiles)]
+    chosen = choose("uniform", chunks, average)
+    bits = np.vectorize(lambda tier: codec_of(tier).format.bits_per_value(HEAD_DIM))(chosen)
+    widest = max(high - low for low, high in itertools.pairwise(np.unique(bits))) if len(np.unique(bits)) > 1 else 0
+    assert (abs(bits.mean(0) - average) <= widest / tiles + 1e-9).all()  # a head and side: within one tile's step
+    assert len(np.unique(bits)) == (1 if average in (2.0, 2.25, 3.25, 6.25) else 2)
+    # every few neighbouring tiles too, over all heads and sides
+    windows = np.lib.stride_tricks.sliding_window_view(bits.mean((1, 2)), 5).mean(-1)
+    assert (abs(windows - average) <= widest / 3).all()
+
+
+def test_uniform_differs_between_layers_in_its_turns_alone() -> None:
+    config = KVCacheConfig(policy="uniform")
+    chunks = [unmeasured(CANDIDATES, 2, tile, 1) for tile in range(30)]
+    sizes, bits = sizes_of(chunks), bits_of(policy_of("uniform"))
+    first, second = (
+        make_policy(config, layer).choose(chunks, bits, sizes, 2.75 * 2 * sizes.sum()) for layer in (0, 1)
+    )
+    assert not np.array_equal(first, second)
+    assert abs(first.mean() - second.mean()) <= 1 / 30

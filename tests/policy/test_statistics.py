@@ -17,12 +17,14 @@ from hf_subbyte_moe.policy import (
     KEYS,
     VALUES,
     AttentionForm,
+    Needs,
     RowProbe,
     SideCodec,
     output_weight,
     sample_positions,
 )
 from hf_subbyte_moe.policy import statistics as statistics_module
+from hf_subbyte_moe.policy.policies import prior_errors
 from subbyte_kernels.lanes import Order
 from support.packing import CPU, gaussian, packed_side, rotation
 
@@ -195,6 +197,25 @@ def test_the_entropy_of_a_chunk_is_that_of_its_own_queries() -> None:
     first = row.probe().measure((keys, values), 0, row.sides, 7, 3, CANDIDATES)
     np.testing.assert_allclose(first.entropy, entropy.mean((1, 2)), rtol=1e-5)
     assert (first.first_tile, first.tiles) == (7, 3)
+
+
+@pytest.mark.parametrize("block", [4096, 50])
+def test_residual_entropy_is_that_of_the_softmax_over_the_chunk_alone(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(statistics_module, "_ENTROPY_BLOCK", block)
+    row = make_row(128, group=2)
+    row.index[0] = FIRST - 1  # sees nothing of the chunk, so it has no entropy in it
+    keys, values = row.exact.keys[0, :, row.chunk], row.exact.values[0, :, row.chunk]
+    scores = row.query.double() @ keys.double().repeat_interleave(2, 0).transpose(-1, -2) * SCALING
+    hidden = torch.arange(FIRST, FIRST + 128) > row.index[:, None]
+    seen = ~hidden.all(-1)
+    entropy = torch.special.entr(scores.masked_fill(hidden, -torch.inf)[:, seen].softmax(-1)).sum(-1) / np.log(2)
+    needs = Needs(errors=False, residual=True)
+    measured = row.probe().measure((keys, values), FIRST, row.sides, 0, 1, CANDIDATES, needs)
+    np.testing.assert_allclose(measured.entropy, entropy.unflatten(0, (HEADS, 2)).mean((1, 2)), rtol=1e-4)
+    np.testing.assert_allclose(measured.mass, row.measure().mass)
+    np.testing.assert_array_equal(measured.errors, prior_errors(CANDIDATES, HEADS))
 
 
 def test_packed_tiles_count_as_context() -> None:
