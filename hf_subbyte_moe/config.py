@@ -16,7 +16,7 @@ DEFAULT_BITS = 2.5
 BUDGET_POLICIES = ("error", "entropy_rank", "entropy_rank_inverse", "residual_entropy", "random", "uniform")
 POLICIES = (*BUDGET_POLICIES, "entropy")
 UNIFORM = "uniform:"
-CODEBOOKS = ("universal", "online")
+CODEBOOKS = ("universal", "online", "queries")
 BACKENDS = ("auto", "cuda", "triton", "torch")
 WHOLE_PROMPT = "prompt"
 
@@ -47,7 +47,8 @@ class KVCacheConfig:
             ``entropy_rank`` (their direction under a budget), ``entropy_rank_inverse`` (its reverse),
             ``residual_entropy`` (the reverse, of the entropy without sinks and window), ``random`` (seeded),
             ``uniform`` (the same bits for every head) or ``uniform:<tier>``.
-        codebook: ``universal`` (needs no data) or ``online`` (k-means on the prompt).
+        codebook: ``universal`` (needs no data), ``online`` (k-means on the prompt) or ``queries`` (universal entries; a
+            key's codes are chosen by what their error costs the prompt's queries).
         window: recent tokens that stay exact; up to 127 more wait there for their tile.
         sinks: first tokens that stay exact.
         chunk: ``"prompt"``, or tokens that share a choice of tier: a multiple of 128.

@@ -20,7 +20,7 @@ from subbyte_kernels.formats import (
     page_slots,
     page_tiers,
 )
-from subbyte_kernels.lanes import Order
+from subbyte_kernels.lanes import Order, pack_tile_codes, transpose_scales
 from subbyte_kernels.pack_tiles import pack_tiles as selected_packing
 from subbyte_kernels.pack_tiles import unpack_tiles_reference
 from subbyte_kernels.pack_tiles.reference import nearest_entries, normalize_tokens, split_outliers
@@ -43,6 +43,7 @@ __all__ = [
     "make_page",
     "nearest_entries",
     "normalize_tokens",
+    "pack_codes",
     "pack_tiles",
     "page_slots",
     "page_tiers",
@@ -91,6 +92,31 @@ def pack_tiles(
     _check((table is None) == (fmt.entries == 0), f"tier {fmt.name!r} has {fmt.entries} table entries")
     table = None if table is None else table.float()
     return selected_packing(states, fmt, table, rotation, mean, order, signs)
+
+
+def pack_codes(codes: Tensor, scales: Tensor, fmt: TileFormat, order: Order, head_dim: int) -> Tensor:
+    """Records from codes that were chosen elsewhere.
+
+    Args:
+        codes: ``[M, 128, C]`` any integer type, C codes a token.
+        scales: ``[M, 128, 1]`` fp32; rounded to bf16.
+        fmt: a layout of codes and scales alone.
+        order: which lanes own the codes.
+        head_dim: D.
+
+    Returns:
+        ``[M, record_words]`` int32.
+
+    Raises:
+        ValueError: shapes that do not belong together, or a layout that stores more than codes and scales.
+    """
+    plain = fmt.encoding is Encoding.VECTOR and not fmt.token_outliers and not fmt.tile_outlier_share
+    _check(plain, f"tier {fmt.name!r} stores more than codes and scales")
+    shape = [len(codes), TILE_TOKENS, head_dim // fmt.vector_dim]
+    _check(list(codes.shape) == shape, f"codes must be {shape}, not {list(codes.shape)}")
+    rounded = scales.squeeze(-1).clamp(max=torch.finfo(torch.bfloat16).max).to(torch.bfloat16)
+    words = pack_tile_codes(codes, fmt.code_bits, order, head_dim)
+    return torch.cat([words, transpose_scales(rounded, head_dim).contiguous().view(torch.int32)], dim=1)
 
 
 def unpack_tiles(

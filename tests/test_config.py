@@ -39,7 +39,7 @@ WRONG = [
     ("policy", None, "one of"),
     ("policy", 3, "one of"),
     ("policy", ["error"], "one of"),
-    ("codebook", "calibrated", "one of ['universal', 'online']"),
+    ("codebook", "best", "one of ['universal', 'online', 'queries']"),
     ("codebook", None, "one of"),
     ("codebook", ["online"], "one of"),
     ("window", 0, "a number of tokens, at least 1"),

@@ -181,6 +181,8 @@ class PackedRows:
             region = more * TILE_TOKENS if more else recent_key.shape[1]
             part = (recent_key[:, :region], recent_value[:, :region])
             self.codecs.fit(row, *part, freeze=more > 0)
+            if queries is not None:
+                self.codecs.see_queries(row, queries)
             tiers = self._settle(row, key, value, part, more, queries)
             if more:
                 self._pack(row, *part, tiers)

@@ -1,20 +1,28 @@
-"""What quantizing needs to know about each row of a layer: key means, codebooks and centroids.
+"""What quantizing needs to know about each row of a layer: key means, codebooks, centroids, moments of its queries.
 
 A row's key mean and fitted tables come from the tokens that it packs first and are frozen then, because tiles are
-immutable and decode with them. Rows never share fitted state, so a row does not depend on its neighbours.
+immutable and decode with them; the moments of its queries only choose codes and follow the prompt. Rows never share
+fitted state, so a row does not depend on its neighbours.
 """
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from hf_subbyte_moe.cache.prompts import PromptQueries
 from hf_subbyte_moe.codecs import Codec, Table
 from hf_subbyte_moe.codecs.codebooks import fit_centroids, fit_table, universal_table
 from hf_subbyte_moe.codecs.rotation import rotation_matrix, rotation_signs
+from hf_subbyte_moe.codecs.shaping import Shaping, second_moment
 from hf_subbyte_moe.ops import TILE_TOKENS, Order, normalize_tokens, split_outliers
 from hf_subbyte_moe.policy import KEYS, VALUES, SideCodec, side_codec
+
+
+_MOMENT_QUERIES = 1024  # of a prompt, at most
+_MIN_QUERIES = 8  # that tell more than no metric
 
 
 class RowCodecs:
@@ -31,7 +39,7 @@ class RowCodecs:
     def __init__(
         self, tiers: Sequence[Codec], codebook: str, key_states: Tensor, value_states: Tensor, latent: bool
     ) -> None:
-        """Make room for the tiers that a policy may choose; ``codebook`` is "universal" or "online"."""
+        """Make room for the tiers that a policy may choose; ``codebook`` is that of the config."""
         batch, heads, _, key_dim = key_states.shape
         device = key_states.device
         given = {
@@ -39,6 +47,12 @@ class RowCodecs:
         }
         self._tiers = [codec for codec in given.values() if codec.table is not Table.NONE]
         self._online = codebook == "online"
+        # a latent is value and key at once: its queries are not all that its errors cost
+        self._by_queries = codebook == "queries" and not latent
+        self._moments = torch.zeros(0)
+        self._seen: NDArray[np.int64] = np.zeros(batch, dtype=np.int64)  # queries in each row's moments
+        if self._by_queries:
+            self._moments = torch.zeros(batch, heads, key_dim, key_dim, dtype=torch.float16, device=device)
         self.orders = (Order.KEYS, Order.KEYS if latent else Order.VALUES)
         self.frozen = np.zeros(batch, dtype=bool)
         self.mean = torch.zeros(batch, heads, key_dim, device=device)
@@ -71,7 +85,21 @@ class RowCodecs:
             table = self.tables(side, row)[codec.tier_id][0].float()
             tables[codec.tier_id] = table[:, :, 0] if codec.table is Table.CENTROIDS else table[0]
         mean = self.mean[row] if side == KEYS else None
-        return SideCodec(self.rotations[side], mean, tables, self.orders[side], self.signs[side])
+        shaping = Shaping(self._moments[row]) if side == KEYS and self._seen[row] else None
+        return SideCodec(self.rotations[side], mean, tables, self.orders[side], self.signs[side], shaping)
+
+    def see_queries(self, row: int, queries: PromptQueries) -> None:
+        """Let a row's keys know its own queries ``[1, HQ, q, D]``: those of a prompt, or of a piece of it."""
+        tokens = queries.query.shape[2]
+        if not self._by_queries or tokens < _MIN_QUERIES:
+            return
+        # not the first ones, which see little
+        positions = torch.linspace(tokens // 4, tokens - 1, min(tokens - tokens // 4, _MOMENT_QUERIES)).long()
+        query = queries.sample(0, positions.to(queries.query.device)).float() @ self.rotations[KEYS].t()
+        moment = second_moment(query.reshape(self.mean.shape[1], -1, query.shape[-1]))
+        share = tokens / (tokens + int(self._seen[row]))
+        self._moments[row] = torch.lerp(self._moments[row].float(), moment, share).to(self._moments.dtype)
+        self._seen[row] += tokens
 
     def fit(self, row: int, key: Tensor, value: Tensor, freeze: bool) -> None:
         """Fit a row's mean and tables to tokens ``[H, N, D]``, unless they are frozen."""
@@ -106,7 +134,10 @@ class RowCodecs:
     def select_rows(self, rows: Tensor) -> None:
         """Keep, reorder or repeat rows."""
         self.mean = self.mean.index_select(0, rows)
-        self.frozen = self.frozen[rows.cpu().numpy()]
+        order = rows.cpu().numpy()
+        self.frozen, self._seen = self.frozen[order], self._seen[order]
+        if self._by_queries:
+            self._moments = self._moments.index_select(0, rows)
         for tables in self._tables:
             for codec in self._tiers:
                 if codec.table is Table.CENTROIDS or self._online:
@@ -118,8 +149,10 @@ class RowCodecs:
         return {f"table.{side}.{codec.name}": (side, codec.tier_id) for side in (KEYS, VALUES) for codec in own}
 
     def state(self) -> dict[str, Tensor]:
-        """Means, and the tables that rows fitted."""
+        """Means, the tables that rows fitted, and moments of queries."""
         tables = {name: self._tables[side][tier] for name, (side, tier) in self._own_tables().items()}
+        if self._by_queries:
+            tables.update({"moments": self._moments, "seen": torch.from_numpy(self._seen)})
         return {"mean": self.mean, "frozen": torch.from_numpy(self.frozen), **tables}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -127,11 +160,13 @@ class RowCodecs:
         self.mean, self.frozen = state["mean"], state["frozen"].cpu().numpy()
         for name, (side, tier) in self._own_tables().items():
             self._tables[side][tier] = state[name]
+        if self._by_queries:
+            self._moments, self._seen = state["moments"], state["seen"].cpu().numpy()
 
     def table_bytes(self) -> int:
-        """Bytes of codebooks and centroids; a universal one serves both sides."""
+        """Bytes of codebooks, centroids and moments of queries; a universal codebook serves both sides."""
         distinct = {table.data_ptr(): table.nbytes for tables in self._tables for table in tables.values()}
-        return sum(distinct.values())
+        return sum(distinct.values()) + self._moments.nbytes
 
     def nbytes(self) -> int:
         """Bytes of means and tables."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_subbyte_moe.codecs import Codec, Table
+from hf_subbyte_moe.codecs.shaping import Shaping, pack_shaped, shapes
 from hf_subbyte_moe.ops import (
     TILE_TOKENS,
     AttentionResult,
@@ -76,6 +77,7 @@ class SideCodec:
         tables: tier id -> ``[entries, vector_dim]`` or, for centroids, ``[H, entries]``, fp32.
         order: which lanes own the codes.
         signs: ``[D]`` fp32, the signs in the rotation.
+        shaping: by what codes are chosen; None means the nearest entry.
     """
 
     rotation: Tensor
@@ -83,6 +85,7 @@ class SideCodec:
     tables: dict[int, Tensor]
     order: Order
     signs: Tensor
+    shaping: Shaping | None = None
 
     def pack(self, tiles: Tensor, heads: Tensor, codec: Codec) -> Tensor:
         """``[m, 128, D]`` tiles of the given ``[m]`` heads -> ``[m, record_words]`` records."""
@@ -90,6 +93,10 @@ class SideCodec:
         if codec.table is Table.CENTROIDS and table is not None:
             table = table[heads]
         mean = None if self.mean is None else self.mean[heads]
+        if self.shaping is not None and shapes(codec):
+            return pack_shaped(
+                tiles, heads, codec, self.tables[codec.tier_id], self.rotation, mean, self.order, self.shaping
+            )
         return pack_tiles(tiles, codec.format, table, self.rotation, mean, self.order, self.signs)
 
     def unpack(self, records: Tensor, heads: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:

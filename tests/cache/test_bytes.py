@@ -39,7 +39,7 @@ def reachable_storages(thing: Any, seen: set[int], found: dict[int, int]) -> Non
 
 
 @pytest.mark.parametrize("policy", ["uniform:vq175", "uniform:nuq2", "error"])
-@pytest.mark.parametrize("codebook", ["universal", "online"])
+@pytest.mark.parametrize("codebook", ["universal", "online", "queries"])
 def test_a12_no_hidden_copy_stays_alive(policy: str, codebook: str) -> None:
     layer = make_layer(policy=policy, codebook=codebook)
     put(layer, *states(2, 600))

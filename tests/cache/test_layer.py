@@ -26,7 +26,7 @@ ALL_POLICIES = (*POLICIES, *(f"uniform:{codec.name}" for codec in codecs()))
 @pytest.mark.parametrize("operation", ["permute", "duplicate", "repeat", "select", "mask"])
 @pytest.mark.parametrize("tokens", [300, 4 + 128 + 128 + 1])  # in the middle of the window; right after a flush
 @pytest.mark.parametrize("policy", ["error", "uniform:nuq2"])
-@pytest.mark.parametrize("codebook", ["universal", "online"])
+@pytest.mark.parametrize("codebook", ["universal", "online", "queries"])
 def test_a01_row_operations_move_everything(operation: str, tokens: int, policy: str, codebook: str) -> None:
     layer = make_layer(policy=policy, codebook=codebook)
     key, value = states(3, tokens)
@@ -157,7 +157,7 @@ def test_a10_constant_keys_need_the_fewest_bits() -> None:
 
 
 @pytest.mark.parametrize("policy", ["uniform:vq2", "uniform:nuq2", "error"])
-@pytest.mark.parametrize("codebook", ["universal", "online"])
+@pytest.mark.parametrize("codebook", ["universal", "online", "queries"])
 def test_a12_a_row_is_quantized_without_looking_at_another(policy: str, codebook: str) -> None:
     key, value = states(2, 600)
     key[1] *= 1000

@@ -98,7 +98,15 @@ def test_num_return_sequences_and_streaming() -> None:
     assert cache_of(several).layers[0].rows.lengths.tolist() == [several.sequences.shape[1] - 1] * 3
 
 
-@pytest.mark.parametrize("config", [LOSSY, {**LOSSY, "codebook": "online"}, {"policy": "uniform:nuq2", "window": 8}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        LOSSY,
+        {**LOSSY, "codebook": "online"},
+        {**LOSSY, "codebook": "queries"},
+        {"policy": "uniform:nuq2", "window": 8},
+    ],
+)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v2"])
 def test_copies_and_files_go_on_like_the_original(family: str, config: dict[str, Any], tmp_path: Path) -> None:
     model = hf_subbyte_moe.apply(tiny_model(family))
