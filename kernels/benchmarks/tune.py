@@ -130,5 +130,7 @@ def keep_config(path: Path, device: str, cell: Cell, mixed: bool, best: Record) 
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     size = {"heads": cell.units, "tiles": cell.tiles, "mixed": mixed}
     others = [entry for entry in known.get(device, []) if {**entry, **size} != entry]
-    known[device] = sorted([*others, {**size, **best}], key=lambda entry: (entry["heads"], entry["tiles"], entry["mixed"]))
+    known[device] = sorted(
+        [*others, {**size, **best}], key=lambda entry: (entry["heads"], entry["tiles"], entry["mixed"])
+    )
     results.save(known, path)

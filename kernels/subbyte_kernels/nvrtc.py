@@ -97,7 +97,9 @@ def compile_source(source: str, name: str, architecture: str) -> bytes:
 def cache_folder() -> Path:
     """Where machine code is kept."""
     named = os.environ.get("SUBBYTE_KERNELS_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "subbyte_kernels"
+    return (
+        Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "subbyte_kernels"
+    )
 
 
 def built(source: str, name: str, architecture: str) -> bytes:
@@ -163,8 +165,8 @@ class Kernel:
             device: CUDA device.
             threads: threads of a block.
             shared: bytes of dynamic shared memory of a block.
-            waits: it waits itself, by ``griddepcontrol.wait``, for the kernel before it in the stream; where the device
-                can, its blocks then start while those of the other end.
+            waits: it waits itself, by ``griddepcontrol.wait``, for the kernel before it in the stream; where the
+                device can, its blocks then start while those of the other end.
 
         Raises:
             BuildError: it cannot be compiled or loaded; from then on :func:`obstacle` says so for the device.

@@ -1,8 +1,9 @@
 """The fused kernel in CUDA C++ (``decode_attention.cu``), compiled by NVRTC for what a call needs.
 
-A kernel is made once for each combination of head dimension, group, dtype and tiers, in a second for a pair of tiers;
-it needs no compiler on the machine, only the two libraries that come with a CUDA build of PyTorch. Launching allocates the output
-and reads nothing back, so a call that was made before can be captured in a CUDA graph.
+A kernel is made once for each combination of head dimension, group, dtype and tiers, in a second for a pair of tiers
+(up to 20 for all pairs of five); it needs no compiler on the machine, only the two libraries that come with a CUDA
+build of PyTorch. Launching allocates the output and reads nothing back, so a call that was made before can be captured
+in a CUDA graph.
 
 Between two flushes every decode step is the same call with other tensors, so what the checks of the first one found
 stays with the tiles: ``repeat_attention_cuda`` only fills in addresses.
@@ -110,7 +111,9 @@ class _Variant:
     def defined(self) -> dict[str, object]:
         """What the kernel's text wants to know."""
         keys, values = ([(index, *tier) for index, tier in enumerate(side)] for side in self.tiers)
-        sides = [" ".join(f"TIER({index}, {tier}, {kind})" for index, tier, kind, _ in side) for side in (keys, values)]
+        sides = [
+            " ".join(f"TIER({index}, {tier}, {kind})" for index, tier, kind, _ in side) for side in (keys, values)
+        ]
         pairs = [", ".join(str(part) for part in (*key, *value)) for key in keys for value in values]
         return {
             "HEAD_DIM": self.head_dim,

@@ -28,7 +28,7 @@ class Plan:
 
     Attributes:
         obstacle: why the kernel cannot read them, or None.
-        tiers: per side, for each tier that its pages name its number, kind and the index of its table (-1 without one).
+        tiers: per side, for each tier that its pages name its number, kind and index of its table (-1 without one).
         tables: entries and vector_dim of each table, the largest first.
         pointers: addresses of pages, mean and signs.
         strides: of the pages.
@@ -103,8 +103,9 @@ class Plan:
     def upload(self, values: NDArray[np.int32]) -> int:
         """Copy to the tiles' device, for as long as the tiles are there; the address."""
         device = self._sides[1].pages.device
-        self._held.append(torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True))
-        return self._held[-1].data_ptr()
+        copy = torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
+        self._held.append(copy)
+        return copy.data_ptr()
 
     def unit_costs(self) -> NDArray[np.float64] | None:
         """``[B * H, units]`` cost of each unit of 64 tokens, zero where there is none; None where rows are alike."""
@@ -132,7 +133,7 @@ class Plan:
         return wanted.reshape(-1, wanted.shape[-1])
 
     def _tiers_of_tiles(self) -> list[NDArray[np.int32]]:
-        """``[B, H, T]`` tier of each tile in the order of the kernel's pages, for both sides; -1 where there is none."""
+        """``[B, H, T]`` tier of each tile in the order of the kernel's pages, for both sides; -1 without a tile."""
         return self._named or [_host_pages(side) >> _SLOT_BITS for side in self._sides]
 
 
