@@ -57,7 +57,7 @@ def test_models_with_norms_behind_their_projections_are_refused(quality: Any) ->
 
 @pytest.mark.parametrize(
     ("change", "stock_growth"),
-    [({"key_offset": 100.0}, 0.1), ({"heavy_tail": 8.0}, 0.0)],
+    [({"key_offset": 100.0}, 0.5), ({"heavy_tail": 8.0}, 0.04)],
     ids=["offsets of 100", "tails of 8"],
 )
 def test_two_and_a_half_bits_hold_where_four_do_not(
@@ -74,5 +74,5 @@ def test_two_and_a_half_bits_hold_where_four_do_not(
         growth[name] = found.scores.dnll.mean() / found.scores.nll_exact.mean()
         kl[name] = found.scores.kl.mean()
     assert abs(growth["ours"]) < 0.02
-    assert kl["stock"] > 2 * kl["ours"]
+    assert kl["stock"] > 3 * kl["ours"]
     assert growth["stock"] > stock_growth
