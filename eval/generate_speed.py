@@ -68,7 +68,9 @@ def main(
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; repeat.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each cache, in turn.")] = 2,
     commit: Annotated[str, typer.Option(envvar="BENCH_COMMIT", help="What was measured.")] = "",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the numbers here, beside those of other sizes.")
+    ] = None,
 ) -> None:
     """Time decoding with DynamicCache and with packed caches."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every length of a growing cache
@@ -82,7 +84,7 @@ def main(
     with torch.no_grad():
         for options in caches.values():  # kernels are compiled here
             token_times(model, torch.randint(5, 30000, (1, 1024), device=device), 16, options)
-    rows = []
+    rows: list[dict[str, Any]] = []
     sizes = [(rows_at_once, length) for rows_at_once in batch or [1] for length in context or [8192, 32768, 131072]]
     for rows_at_once, length in sizes:
         ids = torch.randint(5, 30000, (rows_at_once, length), generator=torch.Generator().manual_seed(1)).to(device)
@@ -102,10 +104,12 @@ def main(
                     "cache": name,
                     "batch": rows_at_once,
                     "context": length,
+                    "tokens": tokens,
                     "first_ms": min(first[name]),
                     "ms_mean": statistics.mean(values),
                     "ms_median": statistics.median(values),
                     "speedup": plain / statistics.mean(values),
+                    "commit": commit,
                 }
             )
     table = Table("cache", "batch", "context", "first token, ms", "ms a token, mean", "median", "times dynamic")
@@ -121,9 +125,13 @@ def main(
             "transformers": transformers.__version__,
             "package": hf_subbyte_moe.__version__,
             "model": f"{layers} layers of Mixtral-8x7B's shape, random bf16 weights",
-            "tokens": tokens,
-            "commit": commit,
         }
+        known = json.loads(json_file.read_text()) if json_file.exists() else {"rows": []}
+        if known.get("conditions", conditions) != conditions:
+            raise ValueError(f"{json_file} holds rows of other conditions: give another file")
+        sizes_now = {(row["batch"], row["context"]) for row in rows}
+        rows += [row for row in known["rows"] if (row["batch"], row["context"]) not in sizes_now]
+        rows.sort(key=lambda row: (row["batch"], row["context"]))
         json_file.write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n")
 
 

@@ -84,15 +84,16 @@ def generate_speed() -> str:
     result = _load(RESULTS / "generate_speed.json")
     rows = [
         [
-            f"{row['cache']}, {row['context']:,} tokens",
+            f"{row['cache']}, batch {row['batch']}, {row['context']:,} tokens",
             f"{row['first_ms']:.0f}",
             f"{row['ms_mean']:.2f}",
             f"{row['ms_median']:.2f}",
             f"{row['speedup']:.2f}",
+            row["commit"],
         ]
         for row in result["rows"]
     ]
-    header = ["cache", "first token, ms", "ms a token, mean", "median", "times `dynamic` (mean)"]
+    header = ["cache", "first token, ms", "ms a step, mean", "median", "times `dynamic` (mean)", "commit"]
     conditions = ", ".join(f"{key} {value}" for key, value in result["conditions"].items())
     return f"{_table(header, rows)}\n\n{conditions}."
 
