@@ -1,10 +1,10 @@
 // Decode attention of one query token over packed tiles, the exact window and the sinks.
 //
-// One block computes one (row, KV head, split); a warp merges a query's sums of the block, and if it is the last to do so,
-// those of all splits, always in the same order. Within a block every warp works for itself on units of 64 tokens and keeps its own softmax, so the
-// main loop has no barrier. Codes go from global memory to registers (lanes.py lays them out so that every load is
-// contiguous), from there through a table in shared memory straight into operand A of the tensor cores' m16n8k16; the
-// other operand holds queries or weights.
+// One block computes one (row, KV head, split). Within it every warp works for itself on units of 64 tokens and keeps its
+// own softmax, so the main loop has no barrier; then a warp merges a query's sums of the block and, if its split is the
+// last of that query, those of all splits, always in the same order. Codes go from global memory to registers (lanes.py
+// lays them out so that every load is contiguous), from there through a table in shared memory straight into operand A
+// of the tensor cores' m16n8k16; the other operand holds queries or weights.
 //
 // Lane 4 g + t (g = 0..7, t = 0..3) holds of A the rows g and g + 8 and the contracted indices 2 t, 2 t + 1, 2 t + 8,
 // 2 t + 9; of B column g and the same indices; of the result rows g and g + 8 and columns 2 t, 2 t + 1. The registers of
@@ -26,9 +26,10 @@
 // thus computes the scores of query t, keeps its softmax and its output. P gets from the lanes that computed it (token
 // g, query t) to those that need it (column g, tokens t and t + 4) by two shuffles for 16 tokens.
 //
-// The host defines, in front of warp.cuh and this text: HEAD_DIM, QUADS (groups of 4 queries), WARPS, BLOCKS (blocks of an SM),
-// MODEL_BF16 (the model's dtype is bf16, else fp16), SHARED_BYTES and SHARED_BASE (of dynamic shared memory), KEY_TIERS and VALUE_TIERS as lists of TIER(index, id, kind),
-// TABLES as a list of TABLE(index, entries, dim), PAIRS as a list of PAIR(key index, id, kind, table, value index, id, kind, table).
+// The host defines, in front of warp.cuh and this text: HEAD_DIM, QUADS (groups of 4 queries), WARPS, BLOCKS (of an SM),
+// MODEL_BF16 (the model's dtype is bf16, else fp16), SHARED_BASE and SHARED_BYTES (of dynamic shared memory); as lists:
+// KEY_TIERS and VALUE_TIERS of TIER(index, id, kind), TABLES of TABLE(index, entries, dim), PAIRS of PAIR(index, id, kind
+// and table of the keys' tier, the same of the values').
 
 // ---------------------------------------------------------------------------------------------- constants
 
@@ -153,8 +154,9 @@ DEVICE u32 model2(float low, float high) {
     return half2(low, high);
 #endif
 }
-DEVICE u32 merge_bytes(u32 a, u32 b, u32 selector) { u32 y; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(selector)); return y; }
-DEVICE u32 select_bytes(u32 a, u32 selector) { u32 y; asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(a), "r"(selector)); return y; }
+DEVICE u32 select_bytes(u32 a, u32 selector, u32 b = 0) {  // bytes 0 to 3 are a's, 4 to 7 are b's
+    u32 y; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(selector)); return y;
+}
 
 DEVICE void mma_half(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -241,7 +243,7 @@ template <Kind kind> DEVICE u32 place_of(int lane) { return dim_of(kind) == 4 ? 
 template <Kind kind> DEVICE u32 entry_place(const u32 (&words)[16], int c, u32 place) {
     int shift;
     const u32 word = word_of<kind>(words, c, shift);
-    if constexpr (bits_of(kind) == 8) return merge_bytes(word, place, 0x7604 | shift / 8 << 4);  // the code is byte 1
+    if constexpr (bits_of(kind) == 8) return select_bytes(word, 0x7604 | shift / 8 << 4, place);  // the code becomes byte 1
     const u32 moved = shift >= 7 ? word >> (shift - 7) : word << (7 - shift);
     return (moved & (((1u << bits_of(kind)) - 1) << 7)) | place;
 }
