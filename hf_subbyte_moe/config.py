@@ -14,9 +14,11 @@ TILE_TOKENS = 128
 TIERS = ("exact", "fp8", "fp6", "vq4", "vq3o", "vq3", "nuq2", "vq2", "vq175")
 DEFAULT_BITS = 2.5
 BUDGET_POLICIES = ("error", "entropy_rank", "entropy_rank_inverse", "residual_entropy", "random", "uniform")
-POLICIES = (*BUDGET_POLICIES, "entropy")
+POLICIES = (*BUDGET_POLICIES, "entropy")  # those that need no sidecar
+AUTO, CALIBRATED = "auto", "calibrated"
+_WITH_BUDGET = (AUTO, CALIBRATED, *BUDGET_POLICIES)
 UNIFORM = "uniform:"
-CODEBOOKS = ("universal", "online", "queries")
+CODEBOOKS = ("universal", "online", "queries", CALIBRATED)
 BACKENDS = ("auto", "cuda", "triton", "torch")
 WHOLE_PROMPT = "prompt"
 
@@ -42,26 +44,30 @@ class KVCacheConfig:
     Attributes:
         default: ``generate`` uses this cache without being told.
         bits: average bits of a packed value, scales and outliers included; None means 2.5, or the least that a small
-            head dimension allows. Only with the policies that keep a budget (``BUDGET_POLICIES``).
-        policy: ``error`` (measured error of each head's output), ``entropy`` (the seed documents' thresholds),
-            ``entropy_rank`` (their direction under a budget), ``entropy_rank_inverse`` (its reverse),
-            ``residual_entropy`` (the reverse, of the entropy without sinks and window), ``random`` (seeded),
-            ``uniform`` (the same bits for every head) or ``uniform:<tier>``.
-        codebook: ``universal`` (needs no data), ``online`` (k-means on the prompt) or ``queries`` (universal entries; a
-            key's codes are chosen by what their error costs the prompt's queries).
+            head dimension allows. Only with the policies that keep a budget (``BUDGET_POLICIES``, and with a sidecar).
+        policy: ``auto`` (``calibrated`` where there is a sidecar, else ``error``), ``calibrated`` (what a tier costs
+            the model's predictions, from the sidecar), ``error`` (measured error of each head's output), ``entropy``
+            (the seed documents' thresholds), ``entropy_rank`` (their direction under a budget),
+            ``entropy_rank_inverse`` (its reverse), ``residual_entropy`` (the reverse, of the entropy without sinks and
+            window), ``random`` (seeded), ``uniform`` (the same bits for every head) or ``uniform:<tier>``.
+        codebook: ``universal`` (needs no data), ``online`` (k-means on the prompt), ``queries`` (universal entries; a
+            key's codes are chosen by what their error costs the prompt's queries) or ``calibrated`` (by what it costs
+            the model's predictions, from the sidecar).
         window: recent tokens that stay exact; up to 127 more wait there for their tile.
         sinks: first tokens that stay exact.
         chunk: ``"prompt"``, or tokens that share a choice of tier: a multiple of 128.
+        sidecar: file that ``hf-subbyte-moe calibrate`` wrote; None looks into the model's folder or repository.
         backend: what computes decode attention: ``auto`` (the fastest that can), ``cuda``, ``triton`` or ``torch``.
     """
 
     default: bool = True
     bits: float | None = None
-    policy: str = "error"
+    policy: str = AUTO
     codebook: str = "universal"
     window: int = 128
     sinks: int = 4
     chunk: str | int = WHOLE_PROMPT
+    sidecar: str | None = None
     backend: str = "auto"
 
     def __post_init__(self) -> None:
@@ -78,14 +84,31 @@ class KVCacheConfig:
             isinstance(self.chunk, int) and _is_int(self.chunk) and self.chunk > 0 and self.chunk % TILE_TOKENS == 0
         ):
             raise _fail("chunk", self.chunk, f"{WHOLE_PROMPT!r} or a multiple of {TILE_TOKENS} tokens")
+        self._check_sidecar()
         if self.backend not in BACKENDS:
             raise _fail("backend", self.backend, f"one of {list(BACKENDS)}")
 
+    def _check_sidecar(self) -> None:
+        if self.sidecar is None:
+            return
+        if not isinstance(self.sidecar, str) or not self.sidecar:
+            raise _fail("sidecar", self.sidecar, "a path")
+        if self.policy not in (AUTO, CALIBRATED) and self.codebook != CALIBRATED:
+            raise _fail(
+                "sidecar", self.sidecar, f"policy {AUTO!r} or {CALIBRATED!r} or codebook {CALIBRATED!r} reads it"
+            )
+
+    @property
+    def keeps_budget(self) -> bool:
+        """Whether ``bits`` means anything."""
+        return self.policy in _WITH_BUDGET
+
     def _check_policy(self) -> None:
-        allowed = f"one of {list(POLICIES)} or {UNIFORM}<tier> with a tier of {list(TIERS)}"
+        named = (AUTO, CALIBRATED, *POLICIES)
+        allowed = f"one of {list(named)} or {UNIFORM}<tier> with a tier of {list(TIERS)}"
         if not isinstance(self.policy, str):
             raise _fail("policy", self.policy, allowed)
-        if self.policy not in POLICIES and not (
+        if self.policy not in named and not (
             self.policy.startswith(UNIFORM) and self.policy.removeprefix(UNIFORM) in TIERS
         ):
             raise _fail("policy", self.policy, allowed)
@@ -93,11 +116,11 @@ class KVCacheConfig:
             return
         if isinstance(self.bits, bool) or not isinstance(self.bits, (int, float)) or not 0 < self.bits <= 16:
             raise _fail("bits", self.bits, "a number of bits a value, above 0 and at most 16")
-        if self.policy not in BUDGET_POLICIES:
+        if not self.keeps_budget:
             raise _fail(
                 "bits",
                 self.bits,
-                f"policy {self.policy!r} fixes its own bits; a budget goes with {list(BUDGET_POLICIES)}",
+                f"policy {self.policy!r} fixes its own bits; a budget goes with {list(_WITH_BUDGET)}",
             )
 
     @classmethod

@@ -7,6 +7,7 @@ either: ``GenerationMixin._prepare_cache_for_generation`` builds caches, ``PreTr
 
 import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, PreTrainedModel
@@ -14,11 +15,13 @@ from transformers.generation import configuration_utils
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import sdpa_mask
+from transformers.utils.hub import cached_file
 
 from hf_subbyte_moe.cache import ATTENTION_NAME, CACHE_NAME, EntropySubbyteCache, register_attention
 from hf_subbyte_moe.compat import CACHE_KW
-from hf_subbyte_moe.config import SubByteConfig
+from hf_subbyte_moe.config import AUTO, CALIBRATED, SubByteConfig
 from hf_subbyte_moe.patching import CONFIG_KEY, apply, model_options, remember_cache, use_packed_attention
+from hf_subbyte_moe.policy import SIDECAR_NAME, remember_sidecar
 
 
 _NAME_LISTS = ("DYNAMIC_CACHE_IMPLEMENTATIONS", "ALL_CACHE_IMPLEMENTATIONS")
@@ -115,12 +118,21 @@ def _make_cache(
     given = copy.deepcopy(generation_config.cache_config or {})
     if "policy" in given and "bits" not in given:
         options.pop("bits", None)  # a budget of the model's own belongs to its own policy
+    if {"policy", "codebook"} & given.keys() and "sidecar" not in given:
+        _drop_unread_sidecar(options, given)
     cache = EntropySubbyteCache(model.config.get_text_config(decoder=True), **{**options, **given})
     use_packed_attention(model)
     remember_cache(model, cache)
     if getattr(generation_config, "is_assistant", False):
         cache.activate_past_recording()  # type: ignore[no-untyped-call]
     return cache
+
+
+def _drop_unread_sidecar(options: dict[str, Any], given: dict[str, Any]) -> None:
+    """A sidecar of the model's own stays only if the caller's policy or codebook reads it."""
+    merged = {**options, **given}
+    if merged.get("policy", AUTO) not in (AUTO, CALIBRATED) and merged.get("codebook") != CALIBRATED:
+        options.pop("sidecar", None)
 
 
 def _check_call(generation_config: GenerationConfig, model_kwargs: dict[str, Any], mode: GenerationMode) -> None:
@@ -139,6 +151,26 @@ def _check_call(generation_config: GenerationConfig, model_kwargs: dict[str, Any
         )
 
 
+_HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
+
+
+def _bring_sidecar(model: Any, options: dict[str, Any]) -> None:
+    """Fetch the sidecar of a model from the Hub, if its repository has one; a folder's own needs no fetching."""
+    kv_cache, name = model_options(model.config).kv_cache, model.config.name_or_path
+    if kv_cache is None or kv_cache.sidecar is not None or not name or Path(name).is_dir():
+        return
+    path = cached_file(
+        name,
+        SIDECAR_NAME,
+        **{key: options[key] for key in _HUB_OPTIONS if key in options},
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if path is not None:
+        remember_sidecar(name, Path(path))
+
+
 def _wrap_from_pretrained(original: Any) -> Any:
     @functools.wraps(original)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,6 +181,7 @@ def _wrap_from_pretrained(original: Any) -> Any:
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if options is not None or getattr(model.config, CONFIG_KEY, None):
             apply(model, options)
+            _bring_sidecar(model, kwargs)
         return loaded
 
     setattr(from_pretrained, _MARK, original)

@@ -32,14 +32,16 @@ WRONG = [
     ("bits", True, "at most 16"),
     ("bits", "2.5", "a number of bits"),
     ("bits", [2.5], "a number of bits"),
-    ("policy", "best", "one of ['error', 'entropy_rank', 'entropy_rank_inverse', 'residual_entropy', 'random', "),
+    ("policy", "best", "one of ['auto', 'calibrated', 'error', 'entropy_rank', 'entropy_rank_inverse', "),
     ("policy", "uniform:", "with a tier of"),
     ("policy", "uniform:vq5", "with a tier of"),
     ("policy", "uniform: vq2", "with a tier of"),
     ("policy", None, "one of"),
     ("policy", 3, "one of"),
     ("policy", ["error"], "one of"),
-    ("codebook", "best", "one of ['universal', 'online', 'queries']"),
+    ("codebook", "best", "one of ['universal', 'online', 'queries', 'calibrated']"),
+    ("sidecar", 3, "a path"),
+    ("sidecar", "", "a path"),
     ("codebook", None, "one of"),
     ("codebook", ["online"], "one of"),
     ("window", 0, "a number of tokens, at least 1"),
@@ -90,7 +92,7 @@ def test_a_wrong_value_is_refused_with_key_value_and_what_is_allowed(key: str, v
 
 @pytest.mark.parametrize("key", ["bit", "Bits", "nbits", "", 3])
 def test_an_unknown_key_is_refused_with_those_that_exist(key: object) -> None:
-    known = "['default', 'bits', 'policy', 'codebook', 'window', 'sinks', 'chunk', 'backend']"
+    known = "['default', 'bits', 'policy', 'codebook', 'window', 'sinks', 'chunk', 'sidecar', 'backend']"
     with pytest.raises(ValueError, match=re.escape(f"unknown key {key!r} in kv_cache; there are {known}")):
         KVCacheConfig.from_dict({key: 1})  # type: ignore[dict-item]
 
@@ -126,7 +128,7 @@ def test_versions_that_this_release_cannot_read_are_refused(version: object) -> 
 @pytest.mark.parametrize("policy", ["entropy", "uniform:vq2", "uniform:exact"])
 def test_bits_are_refused_for_policies_that_fix_their_own(policy: str) -> None:
     message = f"bits=2.5 is not possible: policy {policy!r} fixes its own bits; a budget goes with "
-    with pytest.raises(ValueError, match=re.escape(message + str(list(BUDGET_POLICIES)))):
+    with pytest.raises(ValueError, match=re.escape(message + str(["auto", "calibrated", *BUDGET_POLICIES]))):
         KVCacheConfig(policy=policy, bits=2.5)
 
 
@@ -157,7 +159,7 @@ def test_an_empty_section_switches_the_cache_on_and_no_section_does_not() -> Non
 def test_defaults_are_those_of_the_design() -> None:
     config = KVCacheConfig()
     assert config.default is True
-    assert (config.policy, config.codebook, config.chunk) == ("error", "universal", "prompt")
+    assert (config.policy, config.codebook, config.chunk) == ("auto", "universal", "prompt")
     assert (config.window, config.sinks) == (128, 4)
     assert config.to_dict() == {}
 
@@ -188,3 +190,11 @@ def test_reading_does_not_change_the_dictionary() -> None:
 
 def test_backends_are_those_of_the_kernels() -> None:
     assert BACKENDS == ops.BACKENDS
+
+
+@pytest.mark.parametrize(("policy", "codebook"), [("error", "universal"), ("uniform:vq2", "queries")])
+def test_a_sidecar_that_nothing_reads_is_refused(policy: str, codebook: str) -> None:
+    with pytest.raises(ValueError, match="sidecar='file' is not possible: policy 'auto' or 'calibrated' or codebook"):
+        KVCacheConfig(policy=policy, codebook=codebook, sidecar="file")
+    KVCacheConfig(policy=policy, codebook="calibrated", sidecar="file")
+    KVCacheConfig(codebook=codebook, sidecar="file")

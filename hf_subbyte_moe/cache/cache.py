@@ -3,6 +3,7 @@
 Layers of other kinds, such as sliding windows, stay as Transformers makes them.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer, check_widths
 from hf_subbyte_moe.cache.prompts import LayerStatistics
 from hf_subbyte_moe.cache.saving import cache_file, fill_cache, read_file, save_cache
-from hf_subbyte_moe.config import KVCacheConfig
-from hf_subbyte_moe.policy import make_policy
+from hf_subbyte_moe.config import CALIBRATED, KVCacheConfig
+from hf_subbyte_moe.policy import CalibratedPolicy, make_policy, resolve
 
 
 CACHE_NAME = "entropy_subbyte"
@@ -43,15 +44,23 @@ class EntropySubbyteCache(Cache):
         self.kv_config = KVCacheConfig.from_dict(options, section="cache_config")
         config = config.get_text_config(decoder=True)
         refuse_unsupported(config)
+        policy_name, calibration = resolve(config, self.kv_config)
+        self.kv_config = replace(self.kv_config, policy=policy_name)
         self._model = {key: getattr(config, key, None) for key in _MODEL_KEYS}
         latent = _is_latent(config)
         check_widths(self.kv_config, _widths(config), latent)
+        policies: dict[int, CalibratedPolicy] = {}
+        if calibration is not None and policy_name == CALIBRATED:
+            policies = calibration.layer_policies(self.kv_config)
+        by_calibration = calibration if self.kv_config.codebook == CALIBRATED else None
         layers: list[Any] = []
         previous: EntropySubbyteLayer | None = None
         for index, layer in enumerate(DynamicCache(config=config).layers):
             if type(layer) is DynamicLayer:
-                policy = make_policy(self.kv_config, index)
-                layer = previous = EntropySubbyteLayer(self.kv_config, policy, previous, latent)
+                known = policies.get(index)
+                policy = make_policy(self.kv_config, index) if known is None else known
+                metric = None if by_calibration is None else by_calibration.metrics[index]
+                layer = previous = EntropySubbyteLayer(self.kv_config, policy, previous, latent, metric)
             layers.append(layer)
         self._before: dict[int, Any] = {}  # the current step's layers before it
         super().__init__(layers=layers)

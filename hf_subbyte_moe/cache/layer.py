@@ -67,7 +67,12 @@ class EntropySubbyteLayer(CacheLayerMixin):
     rows: PackedRows
 
     def __init__(
-        self, config: KVCacheConfig, policy: Policy, previous: "EntropySubbyteLayer | None", latent: bool = False
+        self,
+        config: KVCacheConfig,
+        policy: Policy,
+        previous: "EntropySubbyteLayer | None",
+        latent: bool = False,
+        metric: Tensor | None = None,
     ) -> None:
         """Make an empty layer.
 
@@ -76,11 +81,13 @@ class EntropySubbyteLayer(CacheLayerMixin):
             policy: chooses tiers.
             previous: the packed layer before this one, whose unspent bits this one may use.
             latent: keys are latents, which are values too, and values are the rest of the keys.
+            metric: ``[H, D, D]`` what errors of keys cost, calibrated; None without.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._config = config
         self._policy = policy
         self._latent = latent
+        self._metric = metric
         self.record_past = False
         self._ledger: BitLedger = BitLedger(None if previous is None else previous._ledger)
         self.statistics = LayerStatistics(config.policy)
@@ -107,7 +114,14 @@ class EntropySubbyteLayer(CacheLayerMixin):
         check_widths(self._config, dims, self._latent)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.rows = PackedRows(
-            self._config, self._policy, self._ledger, self.statistics, key_states, value_states, self._latent
+            self._config,
+            self._policy,
+            self._ledger,
+            self.statistics,
+            key_states,
+            value_states,
+            self._latent,
+            self._metric,
         )
         if self.record_past:
             self.rows.keep_slack()

@@ -64,10 +64,12 @@ class PackedRows:
         key_states: Tensor,
         value_states: Tensor,
         latent: bool = False,
+        metric: Tensor | None = None,
     ) -> None:
         """Start empty; shapes, dtype and device come from ``[B, H, any, D]`` states.
 
-        ``latent``: the first side is a latent, which is value and part of the key, the second the rest of the key.
+        ``metric``: ``[H, D, D]`` what errors of keys cost, or None. ``latent``: the first side is a latent, which is
+        value and part of the key, the second the rest of the key.
         """
         batch, heads, _, key_dim = key_states.shape
         self._config, self._policy, self._ledger, self._statistics = config, policy, ledger, statistics
@@ -76,7 +78,7 @@ class PackedRows:
         self._ahead: StepsAhead | None = None
         self.window = ExactWindow(key_states, value_states, config.sinks, config.window)
         self.store = TileStore(batch, heads, self._dims, key_states.device)
-        self.codecs = RowCodecs(policy.tiers, config.codebook, key_states, value_states, latent)
+        self.codecs = RowCodecs(policy.tiers, config.codebook, key_states, value_states, latent, metric)
         self.lengths: Ints = np.zeros(batch, dtype=np.int64)
         self.settled: list[list[tuple[TierChoice, int]]] = [[] for _ in range(batch)]
         ledger.open(batch)

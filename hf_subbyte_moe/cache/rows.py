@@ -37,9 +37,24 @@ class RowCodecs:
     """
 
     def __init__(
-        self, tiers: Sequence[Codec], codebook: str, key_states: Tensor, value_states: Tensor, latent: bool
+        self,
+        tiers: Sequence[Codec],
+        codebook: str,
+        key_states: Tensor,
+        value_states: Tensor,
+        latent: bool,
+        metric: Tensor | None = None,
     ) -> None:
-        """Make room for the tiers that a policy may choose; ``codebook`` is that of the config."""
+        """Make room for the tiers that a policy may choose.
+
+        Args:
+            tiers: of the policy.
+            codebook: the config's.
+            key_states: ``[B, H, any, D]``, for shapes, dtype and device.
+            value_states: likewise.
+            latent: the first side is a latent.
+            metric: ``[H, D, D]`` what errors of keys cost, unrotated, in place of the prompt's queries; or None.
+        """
         batch, heads, _, key_dim = key_states.shape
         device = key_states.device
         given = {
@@ -53,6 +68,7 @@ class RowCodecs:
         self._seen: NDArray[np.int64] = np.zeros(batch, dtype=np.int64)  # queries in each row's moments
         if self._by_queries:
             self._moments = torch.zeros(batch, heads, key_dim, key_dim, dtype=torch.float16, device=device)
+        self._metric = None if metric is None else metric.to(device)
         self.orders = (Order.KEYS, Order.KEYS if latent else Order.VALUES)
         self.frozen = np.zeros(batch, dtype=bool)
         self.mean = torch.zeros(batch, heads, key_dim, device=device)
@@ -85,8 +101,15 @@ class RowCodecs:
             table = self.tables(side, row)[codec.tier_id][0].float()
             tables[codec.tier_id] = table[:, :, 0] if codec.table is Table.CENTROIDS else table[0]
         mean = self.mean[row] if side == KEYS else None
-        shaping = Shaping(self._moments[row]) if side == KEYS and self._seen[row] else None
+        shaping = self._shaping(row) if side == KEYS else None
         return SideCodec(self.rotations[side], mean, tables, self.orders[side], self.signs[side], shaping)
+
+    def _shaping(self, row: int) -> Shaping | None:
+        """By what a row's keys choose their codes; None: by the nearest entry."""
+        if self._metric is not None:
+            rotation = self.rotations[KEYS]
+            return Shaping(rotation @ self._metric.float() @ rotation.t())
+        return Shaping(self._moments[row]) if self._seen[row] else None
 
     def see_queries(self, row: int, queries: PromptQueries) -> None:
         """Let a row's keys know its own queries ``[1, HQ, q, D]``: those of a prompt, or of a piece of it."""
@@ -166,7 +189,8 @@ class RowCodecs:
     def table_bytes(self) -> int:
         """Bytes of codebooks, centroids and moments of queries; a universal codebook serves both sides."""
         distinct = {table.data_ptr(): table.nbytes for tables in self._tables for table in tables.values()}
-        return sum(distinct.values()) + self._moments.nbytes
+        metric = 0 if self._metric is None else self._metric.nbytes
+        return sum(distinct.values()) + self._moments.nbytes + metric
 
     def nbytes(self) -> int:
         """Bytes of means and tables."""

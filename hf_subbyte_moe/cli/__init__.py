@@ -1,4 +1,4 @@
-"""The command line: ``hf-subbyte-moe demo | explain | bench``."""
+"""The command line: ``hf-subbyte-moe demo | explain | calibrate | bench``."""
 
 import sys
 
@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 
 from hf_subbyte_moe.cli.bench import bench
+from hf_subbyte_moe.cli.calibrate import calibrate_model
 from hf_subbyte_moe.cli.demo import demo
 from hf_subbyte_moe.cli.inspect_prompt import explain_prompt
 
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command("explain")(explain_prompt)
+app.command("calibrate")(calibrate_model)
 app.command()(bench)
 
 

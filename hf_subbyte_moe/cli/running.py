@@ -40,7 +40,7 @@ def load_model(name: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
     """A model in bf16 on the GPU if there is one, and its tokenizer.
 
     Args:
-        name: Hub id or path; None means the reference model of a clone of this project.
+        name: Hub id, folder or .gguf file; None means the reference model of a clone of this project.
 
     Raises:
         ValueError: no name, and no clone around this package.
@@ -53,8 +53,11 @@ def load_model(name: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
     if device == "cuda":
         # PyTorch may pick cuDNN, which plans anew for every length: with a growing plain cache that is most of a step
         torch.backends.cuda.enable_cudnn_sdp(False)
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
+    file: dict[str, str] = {}
+    if name.endswith(".gguf"):
+        name, file = str(Path(name).parent), {"gguf_file": Path(name).name}
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, **file)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(name, **file)
 
 
 @contextmanager

@@ -1,5 +1,15 @@
 """How many bits each head's keys and values get: measured on the prompt, chosen under a budget."""
 
+from hf_subbyte_moe.policy.calibrate import calibrate
+from hf_subbyte_moe.policy.calibration import (
+    SIDECAR_NAME,
+    CalibratedPolicy,
+    Calibration,
+    find_sidecar,
+    load_calibration,
+    remember_sidecar,
+    resolve,
+)
 from hf_subbyte_moe.policy.policies import (
     CANDIDATES,
     KEYS,
@@ -29,9 +39,12 @@ from hf_subbyte_moe.policy.statistics import (
 __all__ = [
     "CANDIDATES",
     "KEYS",
+    "SIDECAR_NAME",
     "SIDES",
     "VALUES",
     "AttentionForm",
+    "CalibratedPolicy",
+    "Calibration",
     "ChunkStatistics",
     "Measured",
     "Needs",
@@ -40,9 +53,14 @@ __all__ = [
     "SideCodec",
     "attention_states",
     "budget_bits",
+    "calibrate",
+    "find_sidecar",
+    "load_calibration",
     "make_policy",
     "output_weight",
     "plain_weight",
+    "remember_sidecar",
+    "resolve",
     "sample_positions",
     "side_bits",
     "side_codec",

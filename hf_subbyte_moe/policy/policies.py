@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_subbyte_moe.codecs import Codec, get_codec
-from hf_subbyte_moe.config import BUDGET_POLICIES, DEFAULT_BITS, UNIFORM, KVCacheConfig
+from hf_subbyte_moe.config import AUTO, DEFAULT_BITS, UNIFORM, KVCacheConfig
 from hf_subbyte_moe.policy.allocation import Floats, allocate
 
 
@@ -80,12 +80,14 @@ class Needs:
     """What a policy wants to know about a chunk.
 
     Attributes:
-        errors: what each of its tiers would cost; priors serve where it is False.
+        errors: what each of its tiers would cost; what is known, or priors, serve where it is False.
+        known: ``[H, 2, C]`` errors that need no measuring, or None.
         residual: ``entropy`` is that of the attention to the chunk alone, without sinks and window.
         chunk: tiles that share a choice, whatever the config says, with nothing measured; None: as the config says.
     """
 
     errors: bool = True
+    known: Floats | None = None
     residual: bool = False
     chunk: int | None = None
 
@@ -219,10 +221,11 @@ class UniformPolicy:
 
 
 def make_policy(config: KVCacheConfig, layer: int = 0) -> Policy:
-    """The policy that a config names, for one layer."""
+    """The policy that a config names, for one layer; ``calibrated`` comes out of its sidecar instead."""
     if config.policy.startswith(UNIFORM):
         return UniformPolicy(config.policy.removeprefix(UNIFORM))
     named: dict[str, Callable[[], Policy]] = {
+        AUTO: ErrorPolicy,
         "error": ErrorPolicy,
         "entropy_rank": EntropyRankPolicy,
         "entropy_rank_inverse": lambda: EntropyRankPolicy(-1.0),
@@ -266,7 +269,7 @@ def budget_bits(config: KVCacheConfig, dims: tuple[int, int], latent: bool = Fal
     Raises:
         ValueError: the user's number is out of reach; names the range that is possible.
     """
-    if config.policy not in BUDGET_POLICIES:
+    if not config.keeps_budget:
         return None
     bits = side_bits(CANDIDATES, dims, latent)
     least, most = (float(np.dot(ends, dims) / sum(dims)) for ends in (bits.min(1), bits.max(1)))

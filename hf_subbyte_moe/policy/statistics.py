@@ -232,8 +232,8 @@ class RowProbe:
         )
         entropy = self._chunk_entropy(keys, first_index) if needs.residual else self._seen_entropy(keys, first_index)
         if not needs.errors:
-            prior = prior_errors(candidates, self._heads)
-            return Measured(first_tile, tiles, _floats(entropy), _floats(stats.mass), prior, candidates)
+            known = prior_errors(candidates, self._heads) if needs.known is None else needs.known
+            return Measured(first_tile, tiles, _floats(entropy), _floats(stats.mass), known, candidates)
         probed = self._probe_tokens(stats.weight)
         total = stats.weight.sum(-1)
         covered = stats.weight.gather(1, probed).sum(-1)
