@@ -71,7 +71,7 @@ def model() -> PreTrainedModel:
 def settings(**changes: Any) -> dict[str, Any]:
     return {
         "models": [{"name": "tiny"}],
-        "policies": [{"policy": "uniform:exact"}, {"policy": "error", "code_bits": 2.3}],
+        "policies": [{"policy": "uniform:exact"}, {"policy": "auto", "code_bits": 2.3}],
         "contexts": [400],
         "protocols": ["one-piece"],
         "tasks": ["text"],
@@ -288,7 +288,7 @@ def test_the_control_says_one_bit_a_value(quality: Any) -> None:
 def test_a_run_writes_rows_and_the_control_loses(run_cli: Any) -> None:
     done = run_cli(protocols=["one-piece", "chunked"], contexts=[600])
     assert done.code == 0, done.output
-    assert [row["policy"] for row in done.rows] == ["control", "uniform:exact", "error"] * 2
+    assert [row["policy"] for row in done.rows] == ["control", "uniform:exact", "auto"] * 2
     control, exact, error = done.rows[:3]
     assert exact["kl"] < 1e-5
     assert exact["top1"] == 1.0
@@ -298,7 +298,7 @@ def test_a_run_writes_rows_and_the_control_loses(run_cli: Any) -> None:
     assert (error["budget"], error["codebook"], error["n"], error["seeds"]) == (2.3, "universal", 3, [0])
     assert (control["code_bits"], control["commit"], control["score"]) == (pytest.approx(1.0), "abc1234", None)
     assert done.rows[3]["protocol"] == "chunked"
-    assert "error universal *" in done.output
+    assert "auto universal *" in done.output
 
 
 def test_a_baseline_is_a_policy_like_any_other(run_cli: Any) -> None:
@@ -353,14 +353,14 @@ def test_a_control_that_does_not_lose_fails_the_run(
 
 def test_a_later_run_replaces_its_rows_and_keeps_the_others(run_cli: Any) -> None:
     first = run_cli("--limit", "2")
-    again = run_cli("--only", "policy=error")
-    assert [row["policy"] for row in again.rows] == ["control", "uniform:exact", "error"]
+    again = run_cli("--only", "policy=auto")
+    assert [row["policy"] for row in again.rows] == ["control", "uniform:exact", "auto"]
     assert [row["n"] for row in first.rows] == [2, 2, 2]
     assert [row["n"] for row in again.rows] == [3, 2, 3]
     ablation = run_cli(policies=[{"policy": "error", "code_bits": 2.3, "sinks": 0}])
     assert len(ablation.rows) == 4
     assert (ablation.rows[3]["options"], ablation.rows[3]["default"]) == ({"sinks": 0}, False)
-    resumed = run_cli("--resume", "--only", "policy=error")
+    resumed = run_cli("--resume", "--only", "policy=auto")
     assert resumed.rows == ablation.rows
 
 
@@ -381,10 +381,21 @@ def test_rows_written_so_far_survive(quality: Any, tmp_path: Path) -> None:
 # ------------------------------------------------------------------ configs
 
 
-@pytest.mark.parametrize("name", ["smoke", "quality", "peers", "ablations", "collapse"])
+def test_a_models_sidecar_serves_its_policies(quality: Any, tmp_path: Path) -> None:
+    entry = quality.config.ModelEntry("reference", sidecar=str(tmp_path / "gone.safetensors"))
+    with pytest.raises(FileNotFoundError, match="there is no sidecar at"):
+        quality.harness.load(entry, "cpu")
+    own, _ = quality.harness.load(quality.config.ModelEntry("reference"), "cpu")
+    (entry,) = quality.config.PolicyEntry.from_dict("policies[0]", {"code_bits": 2.3})
+    assert quality.harness.make_cache(own, entry).kv_config.policy == "calibrated"
+    assert entry.identity()["default"]
+
+
+@pytest.mark.parametrize("name", ["smoke", "quality", "policies", "peers", "ablations", "collapse"])
 def test_the_configs_that_come_along_are_valid(quality: Any, name: str) -> None:
     config = quality.config.read_config(EVAL / "configs" / f"{name}.json")
-    assert any(entry.identity()["default"] for entry in config.policies)
+    # without a sidecar the default is "error"
+    assert any(entry.identity()["default"] or entry.identity()["policy"] == "error" for entry in config.policies)
 
 
 @pytest.mark.parametrize(

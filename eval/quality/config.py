@@ -95,6 +95,7 @@ class ModelEntry:
             1e-12 in float32 and of some 1e-4 in bfloat16, which no policy can undercut.
         contexts: instead of the run's.
         change: what ``baselines/hard_models.py`` does to its keys, and how much of it.
+        sidecar: its calibration, relative to the project; None: the one in its own folder, if any.
     """
 
     name: str
@@ -103,6 +104,7 @@ class ModelEntry:
     dtype: str = "float32"
     contexts: tuple[int, ...] | None = None
     change: Mapping[str, float] = field(default_factory=dict)
+    sidecar: str | None = None
 
     @classmethod
     def from_dict(cls, key: str, value: object) -> "ModelEntry":
@@ -125,6 +127,7 @@ class ModelEntry:
             dtype=dtype,
             contexts=None if contexts is None else _contexts(f"{key}.contexts", contexts),
             change=change,
+            sidecar=_optional_text(f"{key}.sidecar", given.get("sidecar")),
         )
 
 

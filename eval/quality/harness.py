@@ -9,7 +9,7 @@ Gives up: sampling. An answer is scored with the right tokens fed back, which is
 
 import importlib.util
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,18 +25,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_subbyte_moe.cache import EntropySubbyteCache, attention
-from hf_subbyte_moe.cli.running import forward, load_model
-from hf_subbyte_moe.compat import CACHE_KW
+from hf_subbyte_moe.cli.running import load_model
 from hf_subbyte_moe.ops import AttentionResult, AttentionTiles, ExactTokens
 from hf_subbyte_moe.patching import use_packed_attention
+from hf_subbyte_moe.policy import load_calibration, remember_sidecar
+from hf_subbyte_moe.scoring import decode
 from quality.caches import CACHES, CONTROL, CONTROL_BITS, size_of
-from quality.config import CHUNKED, ROOT, ModelEntry, PolicyEntry, QualityConfig
+from quality.config import ROOT, ModelEntry, PolicyEntry, QualityConfig
 from quality.rows import ResultFile, Row
 from quality.scoring import Floats, TokenScores, all_right, compare, interval, joined, line_means, summary
 from quality.tasks import OWN_TEXTS, TEXT, Sequences, encode, read_texts, task_prompt, task_sequences, text_sequences
 
 
-CHUNK = 512
 LEAST_EXACT_SCORE = 0.5
 _METERED = 16  # so many decode steps, about, tell where attention went
 
@@ -91,6 +91,7 @@ def load(entry: ModelEntry, device: str | None) -> tuple[PreTrainedModel, PreTra
 
     Raises:
         ValueError: its package is not installed or holds no GGUF file.
+        FileNotFoundError: its sidecar is not there.
     """
     model: Any
     if entry.package is None:
@@ -109,6 +110,9 @@ def load(entry: ModelEntry, device: str | None) -> tuple[PreTrainedModel, PreTra
     for name, size in entry.change.items():
         CHANGES[name](model, size)
     use_packed_attention(model)
+    if entry.sidecar is not None:
+        load_calibration(ROOT / entry.sidecar)
+        remember_sidecar(model.config.name_or_path, ROOT / entry.sidecar)
     return model, tokenizer
 
 
@@ -136,36 +140,6 @@ def make_cache(model: PreTrainedModel, entry: PolicyEntry) -> Cache:
         raise ValueError(f"policy {entry.policy!r}, code_bits {entry.code_bits}: {error}") from None
 
 
-def decode(
-    model: PreTrainedModel,
-    ids: Tensor,
-    prefill: int,
-    cache: Cache,
-    protocol: str,
-    before: Callable[[int], None] = lambda step: None,
-) -> Iterator[Tensor]:
-    """Prefill, then feed the other tokens one at a time.
-
-    Args:
-        model: the model.
-        ids: ``[B, prefill + S]`` on the model's device.
-        prefill: tokens of the prompt.
-        cache: empty.
-        protocol: "one-piece" or "chunked".
-        before: called with the number of each step, right before it.
-
-    Yields:
-        ``[B, V]`` fp32 logits of each of the S steps; never those of the prompt.
-    """
-    with torch.no_grad():
-        for piece in ids[:, :prefill].split(CHUNK if protocol == CHUNKED else prefill, dim=1):
-            forward(model, piece, **{CACHE_KW: cache})
-        for step in range(ids.shape[1] - prefill):
-            before(step)
-            token = ids[:, prefill + step, None]
-            yield forward(model, token, **{CACHE_KW: cache})[:, -1].float()
-
-
 def _batches(sequences: Sequences, batch_tokens: int, device: torch.device) -> list[Tensor]:
     """``[B, prefill + S]`` ids on the device."""
     rows = max(1, batch_tokens // sequences.ids.shape[1])
@@ -180,7 +154,7 @@ def exact_logits(
     logits = []
     for ids in tqdm(_batches(sequences, batch_tokens, model.device), desc=name, unit="batch", leave=False):
         steps = decode(model, ids, sequences.prefill, DynamicCache(config=config), protocol)
-        logits.append(torch.stack(list(steps), dim=1))
+        logits.append(torch.cat(list(steps), dim=1))
     return logits
 
 
@@ -233,11 +207,11 @@ def measure(
             targets = sequences.targets[lines].to(model.device)
             counted = sequences.counted[lines].to(model.device)
             cache = make_cache(model, entry)
-            steps = decode(model, ids, sequences.prefill, cache, protocol, before)
+            steps = decode(model, ids, sequences.prefill, cache, protocol, before=before)
             compared = []
             for step, logits in enumerate(steps):
                 now = slice(step, step + 1)
-                compared.append(compare(reference[:, now], logits[:, None], targets[:, now], counted[:, now]))
+                compared.append(compare(reference[:, now], logits, targets[:, now], counted[:, now]))
             meter.on = False  # the next batch's prompt is not looked at
             parts.append(joined(compared, axis=1))
 

@@ -121,9 +121,7 @@ def calibrate_model(
     Example: hf-subbyte-moe calibrate ./my-model --data texts.jsonl
     """
     console = Console()
-    loaded, tokenizer = load_model(model)
-    if loaded.device.type == "cpu":
-        loaded = loaded.float()  # faster there than bf16
+    loaded, tokenizer = load_model(model, cpu_dtype=torch.float32)  # faster there than bf16
     if out is None:
         folder = Path(str(loaded.config.name_or_path))
         if not folder.is_dir():

@@ -25,7 +25,10 @@ Bits = Annotated[
         help="Bits a packed value, scales included; policies without a budget take none.", show_default="2.5"
     ),
 ]
-PolicyName = Annotated[str, typer.Option("--policy", help="error, entropy, entropy_rank or uniform:<tier>.")]
+PolicyName = Annotated[
+    str,
+    typer.Option("--policy", help="auto, calibrated, error, entropy, uniform:<tier> and others; README lists them."),
+]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw entropy, error and tier by layer and head.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")]
 Haystack = Annotated[
@@ -44,7 +47,7 @@ def demo(
     model: Model = None,
     context: Context = 16384,
     bits: Bits = None,
-    policy: PolicyName = "error",
+    policy: PolicyName = "auto",
     haystack: Haystack = None,
     depth: Depth = 0.35,
     seed: Seed = 0,

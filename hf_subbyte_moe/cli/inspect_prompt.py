@@ -12,10 +12,11 @@ from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.cli.demo import Bits, Context, JsonFile, Model, PlotFile, PolicyName, cache_options
 from hf_subbyte_moe.cli.plot import plot_choices
 from hf_subbyte_moe.cli.prompts import needle_prompt
-from hf_subbyte_moe.cli.running import forward, layer_progress, load_model
+from hf_subbyte_moe.cli.running import layer_progress, load_model
 from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.explain import explain
 from hf_subbyte_moe.patching import use_packed_attention
+from hf_subbyte_moe.scoring import forward
 
 
 def explain_prompt(
@@ -25,7 +26,7 @@ def explain_prompt(
     ] = None,
     context: Context = 4096,
     bits: Bits = None,
-    policy: PolicyName = "error",
+    policy: PolicyName = "auto",
     plot: PlotFile = None,
     json_file: JsonFile = None,
 ) -> None:

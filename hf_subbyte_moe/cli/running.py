@@ -1,6 +1,5 @@
 """Load a model, run a prompt through it, and measure what the commands report."""
 
-import inspect
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,11 +35,14 @@ class Answer:
     tokens_per_s: float
 
 
-def load_model(name: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model in bf16 on the GPU if there is one, and its tokenizer.
+def load_model(
+    name: str | None, cpu_dtype: torch.dtype = torch.bfloat16
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model on the GPU if there is one, in bf16 there, and its tokenizer.
 
     Args:
         name: Hub id, folder or .gguf file; None means the reference model of a clone of this project.
+        cpu_dtype: of the weights without a GPU.
 
     Raises:
         ValueError: no name, and no clone around this package.
@@ -56,7 +58,9 @@ def load_model(name: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
     file: dict[str, str] = {}
     if name.endswith(".gguf"):
         name, file = str(Path(name).parent), {"gguf_file": Path(name).name}
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, **file)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.bfloat16 if device == "cuda" else cpu_dtype, **file
+    )
     return model.to(device).eval(), AutoTokenizer.from_pretrained(name, **file)
 
 
@@ -112,14 +116,6 @@ def answer(
     rate = (len(steps) - 1) / (steps[-1] - steps[0]) if len(steps) > 1 else float("nan")
     text = str(tokenizer.decode(output.sequences[0, ids.shape[1] :], skip_special_tokens=True))
     return Answer(text, cache_of(output), rate)
-
-
-def forward(model: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Tensor:
-    """Logits of the last token."""
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        kwargs["logits_to_keep"] = 1
-    logits: Tensor = model(ids, **kwargs).logits
-    return logits[:, -1:]
 
 
 def tensor_bytes(cache: Any) -> int:

@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a tiny model that the command loads."""
     model = tiny_model("llama")
     model.config.name_or_path = str(tmp_path)
-    monkeypatch.setattr(command, "load_model", lambda name: (model, Letters()))
+    monkeypatch.setattr(command, "load_model", lambda name, **_: (model, Letters()))
     return tmp_path
 
 
@@ -94,7 +94,7 @@ def test_plain_text_and_json_lines_are_read(tmp_path: Path) -> None:
 def test_a_model_without_a_folder_needs_a_file_to_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = tiny_model("llama")
     model.config.name_or_path = "somebody/some-model"
-    monkeypatch.setattr(command, "load_model", lambda name: (model, Letters()))
+    monkeypatch.setattr(command, "load_model", lambda name, **_: (model, Letters()))
     result = run()
     assert isinstance(result.exception, ValueError)
     assert "is no folder that a sidecar could lie in: give --out FILE" in str(result.exception)
