@@ -101,10 +101,11 @@ class Case:
         spare_slots: int = 0,
         own_tables: dict[int, Tensor] | None = None,
         value_scale: Tensor | float = 1.0,
+        tokens: int = 1,
     ) -> None:
         rows, tiles = len(counts), max(counts)
         self.scaling, self.softcap, self.sink_logits = dim**-0.5, None, None
-        self.query = (2 * gaussian(rows, heads * group, 1, dim, seed=1)).to(dtype).to(DEVICE)
+        self.query = (2 * gaussian(rows, heads * group, tokens, dim, seed=1)).to(dtype).to(DEVICE)
         mean = 2 * gaussian(rows, heads, dim, seed=2)
         shape = (rows, heads, tiles, TILE_TOKENS, dim)
         keys = gaussian(*shape, seed=3) + mean[:, :, None, None]
@@ -117,7 +118,7 @@ class Case:
             values, self.tiers(value_tier, heads, counts), None, spare_slots, own_tables, Order.VALUES
         )
         self.values = moved(packed)
-        visible = torch.rand(rows, 1, exact, generator=generator(5)) < 0.7
+        visible = torch.rand(rows, tokens, exact, generator=generator(5)) < 0.7
         visible[..., :1] = True
         self.exact = ExactTokens(
             (gaussian(rows, heads, exact, dim, seed=6) + mean.unsqueeze(2)).to(dtype).to(DEVICE),
@@ -149,15 +150,16 @@ class Case:
         )
 
     def dense(self, dtype: torch.dtype, tiles: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query, keys, values and mask ``[B, 1, 1, n]`` of everything; what nobody sees is zero."""
+        """Query, keys, values and mask ``[B, 1, Sq, n]`` of everything; what nobody sees is zero."""
         group = self.query.shape[1] // self.exact.keys.shape[1]
         seen = self.exact.visible.unsqueeze(1)
-        exact = [part.masked_fill(~seen.transpose(-1, -2), 0) for part in (self.exact.keys, self.exact.values)]
+        by_any = seen.any(2, keepdim=True).transpose(-1, -2)
+        exact = [part.masked_fill(~by_any, 0) for part in (self.exact.keys, self.exact.values)]
         if tiles:
             packed = [part.flatten(2, 3).to(DEVICE) for part in (self.dense_keys, self.dense_values)]
             exact = [torch.cat([part.float(), more], dim=2) for part, more in zip(exact, packed, strict=True)]
             present = (self.values.pages[:, 0] >= 0).repeat_interleave(TILE_TOKENS, -1)[:, None, None]
-            seen = torch.cat([seen, present], dim=-1)
+            seen = torch.cat([seen, present.expand(-1, 1, seen.shape[2], -1)], dim=-1)
         keys, values = (part.to(dtype).repeat_interleave(group, 1) for part in exact)
         return self.query.to(dtype), keys, values, seen
 
@@ -169,7 +171,7 @@ class Case:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         scores = scores.masked_fill(~seen, -torch.inf)
         if self.sink_logits is not None:
-            sinks = self.sink_logits.double().view(1, -1, 1, 1).expand(len(scores), -1, 1, 1)
+            sinks = self.sink_logits.double().view(1, -1, 1, 1).expand(len(scores), -1, scores.shape[2], 1)
             scores = torch.cat([scores, sinks], dim=-1)
             values = torch.nn.functional.pad(values, (0, 0, 0, 1))
         lse = scores.logsumexp(-1)
@@ -247,6 +249,35 @@ def test_large_groups_fall_into_blocks_of_rows(kernel: Kernel, group: int) -> No
     case = Case(MIXED_KEYS, MIXED_VALUES, heads=1, group=group, counts=(1,))
     if supports(case, kernel, cuda=False):
         case.check(case.run(kernel))
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 8])
+@pytest.mark.parametrize("group", [1, 5, 8])
+def test_several_new_tokens_have_masks_of_their_own(kernel: Kernel, group: int, tokens: int) -> None:
+    case = Case(MIXED_KEYS, MIXED_VALUES, group=group, counts=(2, 0), tokens=tokens)
+    case.sink_logits = gaussian(2 * group, seed=8).to(DEVICE)
+    if supports(case, kernel, cuda=False):
+        case.check(case.run(kernel))
+        apart = [replace(case.exact, visible=case.exact.visible[:, place : place + 1]) for place in range(tokens)]
+        whole, query = case.run(kernel), case.query
+        for place, exact in enumerate(apart):
+            case.query, case.exact = query[:, :, place : place + 1], exact
+            one = case.run(kernel)
+            torch.testing.assert_close(one.output[:, :, 0], whole.output[:, :, place], rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(one.lse[..., 0], whole.lse[..., place], rtol=1e-5, atol=1e-5)
+
+
+def test_new_tokens_that_see_the_same_share_a_mask(kernel: Kernel) -> None:
+    case = Case(heads=1, counts=(1,), tokens=4)
+    case.exact = replace(case.exact, visible=case.exact.visible[:, :1])
+    if supports(case, kernel, cuda=False):
+        case.check(case.run(kernel))
+
+
+def test_more_new_tokens_than_a_kernel_takes_are_named(kernel: Kernel) -> None:
+    reason = Case(heads=1, counts=(1,), tokens=9).obstacle(kernel)
+    assert reason is not None
+    assert "9" in reason
 
 
 @pytest.mark.parametrize("dim", [8, 16, 24, 72, 80, 96, 112, 192, 256])
@@ -601,6 +632,7 @@ def test_triton_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
         Case("vq175", "vq3", heads=1, dim=80, group=20, counts=(1,)),
         Case("vq4", "fp8", heads=1, dim=256, group=71, counts=(1,)),
         Case("vq3", "fp6", heads=1, dim=96, group=3, counts=(1,), dtype=torch.float32),
+        Case("vq3", "vq2", heads=1, dim=128, group=4, counts=(1,), tokens=5),
     ]
     cases[1].softcap, cases[2].sink_logits = 30.0, torch.zeros(20)
     calls = [(case.query, case.exact, case.tiles, case.scaling, case.softcap, case.sink_logits, 2) for case in cases]

@@ -21,7 +21,7 @@ from subbyte_kernels.decode_attention.reference import (
     ExactTokens,
     decode_attention_reference,
 )
-from subbyte_kernels.decode_attention.triton_kernel import decode_attention_triton, triton_obstacle
+from subbyte_kernels.decode_attention.triton_kernel import MAX_TOKENS, decode_attention_triton, triton_obstacle
 from subbyte_kernels.nvrtc import BuildError
 
 
@@ -87,6 +87,6 @@ def decode_attention(
         if backend == name:
             raise ValueError(f"the {name} kernel cannot compute this attention: {reason}")
         reasons.append(f"{name}: {reason}")
-    if reasons and tiles is not None and query.shape[2] == 1:
+    if reasons and tiles is not None and query.shape[2] <= MAX_TOKENS:
         _say_once(logging.WARNING, f"decode attention runs in plain PyTorch, which is slow ({'; '.join(reasons)})")
     return decode_attention_reference(query, exact, tiles, scaling, softcap, sink_logits)

@@ -2,8 +2,9 @@
 # ruff: noqa: N803, N806, SIM108
 """Decode attention in Triton: the portable kernel.
 
-A program owns one (row, KV head, block of at most 32 query heads) and one *part* of the tokens: a run of tiles, or the
-exact tokens. It keeps a running softmax in base 2 and leaves maximum, sum and weighted values in scratch; a second
+A program owns one (row, KV head, block of at most 32 queries) and one *part* of the tokens: a run of tiles, or the exact
+tokens. The queries of a KV head are its query heads' new tokens; all see every tile, and each has a mask of its own over
+the exact tokens. The program keeps a running softmax in base 2 and leaves maximum, sum and weighted values in scratch; a second
 kernel merges the parts. Queries are rotated before and the sum over tiles is rotated back after, by PyTorch. A part
 that saw no token has sum 0, and its values in scratch are not read.
 
@@ -50,6 +51,7 @@ except ImportError:
     triton = None
 
 
+MAX_TOKENS = 8  # new tokens of a row; many make a prompt, which decodes tiles once and not for each 32 queries
 _MAX_HEAD_DIM = 256
 _MAX_ROWS = 32  # from 64 on, Hopper's instructions want another layout of keys, and the compiler fails
 _MERGED_PARTS = 16  # partial sums that the merge reads at once
@@ -201,6 +203,7 @@ def _exact_part(
     visible,
     key_stride,
     value_stride,
+    visible_row,
     visible_stride,
     count,
     scaling,
@@ -212,7 +215,10 @@ def _exact_part(
     CAPPED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Maximum, sum and weighted values over a head's exact tokens, for queries ``[ROWS, D_PAD]``."""
+    """Maximum, sum and weighted values over a head's exact tokens, for queries ``[ROWS, D_PAD]``.
+
+    ``visible_row`` ``[ROWS]``: where the mask of each query begins.
+    """
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, D_PAD], tl.float32)
@@ -220,12 +226,14 @@ def _exact_part(
     query = query.to(DOT)
     for start in range(0, count, BLOCK):
         token = start + tl.arange(0, BLOCK).to(tl.int64)
-        sees = tl.load(visible + token * visible_stride, mask=token < count, other=0) != 0
-        held = sees[:, None] & (channel < D)[None, :]  # what nobody sees may be NaN, and 0 * NaN is NaN
+        place = visible_row[:, None] + token[None, :] * visible_stride
+        sees = tl.load(visible + place, mask=(token < count)[None, :], other=0) != 0
+        by_any = tl.max(sees.to(tl.int32), axis=0) != 0
+        held = by_any[:, None] & (channel < D)[None, :]  # what nobody sees may be NaN, and 0 * NaN is NaN
         key = tl.load(keys + token[:, None] * key_stride + channel[None, :], mask=held, other=0.0)
         value = tl.load(values + token[:, None] * value_stride + channel[None, :], mask=held, other=0.0)
         scores = tl.dot(query, tl.trans(key.to(DOT)), input_precision="ieee")
-        scores = tl.where(sees[None, :], _capped(scores * scaling, softcap, CAPPED), float("-inf"))
+        scores = tl.where(sees, _capped(scores * scaling, softcap, CAPPED), float("-inf"))
         maximum, keep, weights = _step(maximum, scores)
         total = total * keep + tl.sum(weights, axis=1)
         product = tl.dot(weights.to(DOT), value.to(DOT), input_precision="ieee")
@@ -307,8 +315,7 @@ def _tiles_part(
 
 
 @_jit(
-    "visible_row",
-    "visible_token",
+    "visible_strides",
     "key_page_strides",
     "value_page_strides",
     "exact_count",
@@ -325,8 +332,7 @@ def _decode_attention_kernel(
     exact_values,
     visible,
     exact_strides,
-    visible_row,
-    visible_token,
+    visible_strides,
     key_pages,
     value_pages,
     key_page_strides,
@@ -348,6 +354,7 @@ def _decode_attention_kernel(
     tile_parts,
     units,
     heads,
+    TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -361,7 +368,7 @@ def _decode_attention_kernel(
     DOT: tl.constexpr,
     EXACT_DOT: tl.constexpr,
 ):
-    """One part of the tokens for a block of the query rows of one KV head."""
+    """One part of the tokens for a block of the queries of one KV head: ``GROUP`` rows, new tokens of a head together."""
     ROW_BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     unit = (tl.program_id(0) // ROW_BLOCKS).to(tl.int64)
     part = tl.program_id(1)
@@ -377,10 +384,11 @@ def _decode_attention_kernel(
             tl.load(query + places, mask=is_query, other=0.0),
             exact_keys + batch * exact_strides[0][0] + head * exact_strides[0][1],
             exact_values + batch * exact_strides[1][0] + head * exact_strides[1][1],
-            visible + batch * visible_row,
+            visible + batch * visible_strides[0],
             exact_strides[0][2],
             exact_strides[1][2],
-            visible_token,
+            (member % TOKENS).to(tl.int64) * visible_strides[1],
+            visible_strides[2],
             exact_count,
             scaling,
             softcap,
@@ -452,7 +460,7 @@ def _merged_sum(
     return summed, total
 
 
-@_jit("rows", "tile_parts")
+@_jit("rows", "tile_parts", "tokens")
 def _merge_parts_kernel(
     maxima,
     totals,
@@ -464,6 +472,7 @@ def _merge_parts_kernel(
     rows,
     tile_parts,
     query_heads,
+    tokens,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     PARTS_AT_ONCE: tl.constexpr,
@@ -478,7 +487,7 @@ def _merge_parts_kernel(
     maximum = tl.load(maxima + place, mask=weight > 0, other=float("-inf"))
     base = tl.max(maximum, axis=0)
     if HAS_SINK:
-        sink = tl.load(sinks + row % query_heads) * 1.4426950408889634
+        sink = tl.load(sinks + row // tokens % query_heads) * 1.4426950408889634
         base = tl.maximum(base, sink)
     base = tl.where(base == float("-inf"), 0.0, base)
     rotated, total = _merged_sum(maxima, totals, sums, row, rows, base, 0, tile_parts, D, D_PAD, PARTS_AT_ONCE)
@@ -542,8 +551,8 @@ def triton_obstacle(
     if device is not None:
         return device
     dim = query.shape[-1]
-    if query.shape[2] != 1:
-        return f"there are {query.shape[2]} queries a row, not one"
+    if query.shape[2] > MAX_TOKENS:
+        return f"there are {query.shape[2]} new tokens a row, more than {MAX_TOKENS}"
     if torch.is_grad_enabled() and query.requires_grad:
         return "a gradient is wanted"
     if exact.keys.shape[-1] != exact.values.shape[-1] or (tiles is not None and len(tiles.keys) != 1):
@@ -632,7 +641,7 @@ def _dot_types(dtype: torch.dtype, tables: tuple[Tensor, ...], device: torch.dev
 
 
 def _rotated(query: Tensor, side: PackedTiles | None, heads: int) -> tuple[Tensor, Tensor]:
-    """Queries ``[B, HQ, 1, D]`` in the rotated space, and ``[B * HQ]`` their products with the mean that keys lack."""
+    """Queries ``[B, HQ, Sq, D]`` in the rotated space, and their products with the mean that keys lack."""
     if side is None:
         nothing = torch.empty(0, device=query.device)
         return nothing, nothing
@@ -647,9 +656,9 @@ def _rotated(query: Tensor, side: PackedTiles | None, heads: int) -> tuple[Tenso
 class _Parts(NamedTuple):
     """What the first kernel leaves of each part; the exact tokens' part is the last."""
 
-    maxima: Tensor  # [parts, B * HQ] in base 2
-    totals: Tensor  # [parts, B * HQ]
-    sums: Tensor  # [parts, B * HQ, D]
+    maxima: Tensor  # [parts, B * HQ * Sq] in base 2
+    totals: Tensor  # [parts, B * HQ * Sq]
+    sums: Tensor  # [parts, B * HQ * Sq, D]
 
 
 def _attend(
@@ -660,9 +669,9 @@ def _attend(
     softcap: float | None,
     splits: int | None,
 ) -> _Parts:
-    batch, query_heads, _, dim = query.shape
+    batch, query_heads, tokens, dim = query.shape
     heads, device = exact.keys.shape[1], query.device
-    group, rows = query_heads // heads, batch * query_heads
+    group, rows = query_heads // heads * tokens, batch * query_heads * tokens
     key_side, value_side = (None, None) if tiles is None else (tiles.keys[0], tiles.values)
     rotated_query, mean_scores = _rotated(query, key_side, heads)
     keys, values = _side(key_side, device), _side(value_side, device)
@@ -688,8 +697,7 @@ def _attend(
         exact_values,
         visible,
         (exact_keys.stride()[:3], exact_values.stride()[:3]),
-        visible.stride(0),
-        visible.stride(2),
+        (visible.stride(0), visible.stride(1) if visible.shape[1] > 1 else 0, visible.stride(2)),
         keys.pages,
         values.pages,
         keys.pages.stride(),
@@ -709,6 +717,7 @@ def _attend(
         tile_parts,
         batch * heads,
         heads,
+        TOKENS=tokens,
         GROUP=group,
         ROWS=block_rows,
         BLOCK=_block_tokens(padded, dot, device),
@@ -727,8 +736,10 @@ def _attend(
     return scratch
 
 
-def _merge(scratch: _Parts, sink_logits: Tensor | None, query_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``[B * HQ, D]`` outputs from tiles, rotated, and from exact tokens; ``[B * HQ]`` log-sum-exp."""
+def _merge(
+    scratch: _Parts, sink_logits: Tensor | None, query_heads: int, tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``[B * HQ * Sq, D]`` outputs from tiles, rotated, and from exact tokens; ``[B * HQ * Sq]`` log-sum-exp."""
     parts, rows, dim = scratch.sums.shape
     rotated, output = torch.empty_like(scratch.sums[0]), torch.empty_like(scratch.sums[0])
     lse = torch.empty_like(scratch.totals[0])
@@ -741,6 +752,7 @@ def _merge(scratch: _Parts, sink_logits: Tensor | None, query_heads: int) -> tup
         rows,
         parts - 1,
         query_heads,
+        tokens,
         D=dim,
         D_PAD=max(16, triton.next_power_of_2(dim)),
         PARTS_AT_ONCE=_MERGED_PARTS,
@@ -759,10 +771,10 @@ def decode_attention_triton(
     sink_logits: Tensor | None = None,
     splits: int | None = None,
 ) -> AttentionResult:
-    """Attention of one query a row, for calls without a :func:`triton_obstacle`.
+    """Attention of a few new tokens, for calls without a :func:`triton_obstacle`.
 
     Args:
-        query: ``[B, HQ, 1, D]`` fp16, bf16 or fp32; HQ a multiple of H, D a multiple of 8 up to 256.
+        query: ``[B, HQ, Sq, D]``, Sq up to ``MAX_TOKENS``, fp16, bf16 or fp32; HQ a multiple of H, D a multiple of 8 up to 256.
         exact: tokens held exactly, in the query's dtype, with their mask.
         tiles: packed tokens, or None.
         scaling: factor of the scores.
@@ -771,13 +783,13 @@ def decode_attention_triton(
         splits: parts into which the tiles of a row fall; None lets the device's size decide.
 
     Returns:
-        Output ``[B, HQ, 1, D]`` and log-sum-exp ``[B, HQ, 1]`` fp32, no entropy.
+        Output ``[B, HQ, Sq, D]`` and log-sum-exp ``[B, HQ, Sq]`` fp32, no entropy.
     """
     if tiles is not None and not tiles.values.pages.shape[-1]:
         tiles = None
     with torch.cuda.device_of(query):  # Triton launches on the current device
         scratch = _attend(query, exact, tiles, scaling, softcap, splits)
-        rotated, output, lse = _merge(scratch, sink_logits, query.shape[1])
+        rotated, output, lse = _merge(scratch, sink_logits, *query.shape[1:3])
     if tiles is not None:
         output = torch.addmm(output, rotated, tiles.values.rotation)
     return AttentionResult(output.view_as(query), lse.view(query.shape[:3]), None)
