@@ -2,11 +2,11 @@
 # ruff: noqa: N803, N806, SIM108
 """Decode attention in Triton: the portable kernel.
 
-A program owns one (row, KV head, block of at most 32 queries) and one *part* of the tokens: a run of tiles, or the exact
-tokens. The queries of a KV head are its query heads' new tokens; all see every tile, and each has a mask of its own over
-the exact tokens. The program keeps a running softmax in base 2 and leaves maximum, sum and weighted values in scratch; a second
-kernel merges the parts. Queries are rotated before and the sum over tiles is rotated back after, by PyTorch. A part
-that saw no token has sum 0, and its values in scratch are not read.
+A program owns one (row, KV head, block of at most 32 queries) and one *part* of the tokens: a run of tiles, or the
+exact tokens. The queries of a KV head are its query heads' new tokens; all see every tile, and each has a mask of its
+own over the exact tokens. The program keeps a running softmax in base 2 and leaves maximum, sum and weighted values in
+scratch; a second kernel merges the parts. Queries are rotated before and the sum over tiles is rotated back after, by
+PyTorch. A part that saw no token has sum 0, and its values in scratch are not read.
 
 Where a code lies (``lanes.py``, ``bitpack.py``), for token n of a tile and code c of its C = D / vector_dim:
 
@@ -368,7 +368,7 @@ def _decode_attention_kernel(
     DOT: tl.constexpr,
     EXACT_DOT: tl.constexpr,
 ):
-    """One part of the tokens for a block of the queries of one KV head: ``GROUP`` rows, new tokens of a head together."""
+    """One part of the tokens for a block of a KV head's ``GROUP`` queries; a query head's new tokens are neighbours."""
     ROW_BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     unit = (tl.program_id(0) // ROW_BLOCKS).to(tl.int64)
     part = tl.program_id(1)
@@ -774,7 +774,8 @@ def decode_attention_triton(
     """Attention of a few new tokens, for calls without a :func:`triton_obstacle`.
 
     Args:
-        query: ``[B, HQ, Sq, D]``, Sq up to ``MAX_TOKENS``, fp16, bf16 or fp32; HQ a multiple of H, D a multiple of 8 up to 256.
+        query: ``[B, HQ, Sq, D]`` fp16, bf16 or fp32; HQ a multiple of H, Sq up to ``MAX_TOKENS``, D a multiple of 8 up
+            to 256.
         exact: tokens held exactly, in the query's dtype, with their mask.
         tiles: packed tokens, or None.
         scaling: factor of the scores.
