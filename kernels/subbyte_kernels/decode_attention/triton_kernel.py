@@ -368,7 +368,7 @@ def _decode_attention_kernel(
     DOT: tl.constexpr,
     EXACT_DOT: tl.constexpr,
 ):
-    """One part of the tokens for a block of a KV head's ``GROUP`` queries; a query head's new tokens are neighbours."""
+    """One part of the tokens for a block of a KV head's ``GROUP`` queries; a head's new tokens are neighbours."""
     ROW_BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     unit = (tl.program_id(0) // ROW_BLOCKS).to(tl.int64)
     part = tl.program_id(1)
