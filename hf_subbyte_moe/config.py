@@ -21,6 +21,9 @@ UNIFORM = "uniform:"
 CODEBOOKS = ("universal", "online", "queries", CALIBRATED)
 BACKENDS = ("auto", "cuda", "triton", "torch")
 WHOLE_PROMPT = "prompt"
+ROUTING_MODES = ("native", "soft", "hard")
+CLUSTER_SCORES = ("top2", "max")
+PRESETS = {"hierarchical": {"mode": "hard", "top_clusters": 4}}  # the first seed document's
 
 
 def _fail(key: str, value: object, allowed: str) -> ValueError:
@@ -141,14 +144,95 @@ class KVCacheConfig:
 
 
 @dataclass(frozen=True)
+class RoutingConfig:
+    """How a model's tokens find their experts.
+
+    Attributes:
+        mode: ``native`` (the model's own choice), ``soft`` (a bonus for experts of the favoured clusters) or ``hard``
+            (only experts of the best clusters). Weights are the true router's in each.
+        clusters: clusters of experts; None means what the cluster file has, the model's own groups, or 8.
+        top_clusters: clusters that are favoured (soft) or kept (hard); None means 1 and half of them.
+        cluster_score: what ranks clusters in ``hard``: ``top2`` (sum of the two best experts) or ``max``.
+        keep: of each token's experts, how many the router chooses alone; ``soft`` only.
+        strength: the bonus, in units of the router's logits; ``soft`` only.
+        follow: how much the favoured cluster depends on where the token was one layer before, 0 to 1; ``soft`` only.
+        batch_aware: bonus for experts that a batch of 2 to 32 tokens needs anyway; ``soft`` only.
+        sidecar: file that ``hf-subbyte-moe cluster`` wrote; None looks into the model's folder or repository.
+    """
+
+    mode: str = "native"
+    clusters: int | None = None
+    top_clusters: int | None = None
+    cluster_score: str = "top2"
+    keep: int = 1
+    strength: float = 0.5
+    follow: float = 0.5
+    batch_aware: float = 0.0
+    sidecar: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in ROUTING_MODES:
+            raise _fail("mode", self.mode, f"one of {list(ROUTING_MODES)}")
+        for key in ("clusters", "top_clusters"):
+            value = getattr(self, key)
+            if value is not None and (not _is_int(value) or value < 1):
+                raise _fail(key, value, "a number of clusters, at least 1")
+        if self.clusters is not None and self.top_clusters is not None and self.top_clusters > self.clusters:
+            raise _fail("top_clusters", self.top_clusters, f"there are {self.clusters} clusters")
+        if self.cluster_score not in CLUSTER_SCORES:
+            raise _fail("cluster_score", self.cluster_score, f"one of {list(CLUSTER_SCORES)}")
+        if not _is_int(self.keep) or self.keep < 0:
+            raise _fail("keep", self.keep, "a number of experts, at least 0")
+        for key, most in (("strength", 100), ("batch_aware", 100), ("follow", 1)):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+                raise _fail(key, value, f"a number from 0 to {most}")
+        if self.sidecar is not None and (not isinstance(self.sidecar, str) or not self.sidecar):
+            raise _fail("sidecar", self.sidecar, "a path")
+
+    @property
+    def needs_clusters(self) -> bool:
+        """Whether clusters change anything."""
+        return self.mode == "hard" or (self.mode == "soft" and self.strength > 0)
+
+    def clusters_kept(self, count: int) -> int:
+        """Clusters that are favoured or kept, of ``count``."""
+        if self.top_clusters is not None:
+            return self.top_clusters
+        return (count + 1) // 2 if self.mode == "hard" else 1
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any], section: str = "routing") -> "RoutingConfig":
+        """Read options; ``preset`` gives others their values, a key beside it wins.
+
+        Raises:
+            ValueError: an unknown key or preset, a wrong type or an impossible value.
+        """
+        if not isinstance(options, Mapping):
+            raise ValueError(f"{section} must be a dictionary, not {options!r}")
+        _reject_unknown(section, options, [*(field.name for field in fields(cls)), "preset"])
+        given = dict(options)
+        preset = given.pop("preset", None)
+        if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
+            raise _fail("preset", preset, f"one of {list(PRESETS)}")
+        return cls(**{**(PRESETS[preset] if preset else {}), **given})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options that differ from their defaults, as JSON values."""
+        return {key: value for key, value in asdict(self).items() if value != getattr(type(self), key)}
+
+
+@dataclass(frozen=True)
 class SubByteConfig:
     """Everything that this package does to one model.
 
     Attributes:
         kv_cache: the cache, or None to leave it to Transformers.
+        routing: how tokens find their experts, or None to leave it to the model.
     """
 
     kv_cache: KVCacheConfig | None = None
+    routing: RoutingConfig | None = None
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> "SubByteConfig":
@@ -164,12 +248,17 @@ class SubByteConfig:
         version = options.get("version", CONFIG_VERSION)
         if not _is_int(version) or not 1 <= version <= CONFIG_VERSION:
             raise _fail("version", version, f"this release reads versions 1 to {CONFIG_VERSION}")
-        kv_cache = options.get("kv_cache")
-        return cls(kv_cache=None if kv_cache is None else KVCacheConfig.from_dict(kv_cache))
+        kv_cache, routing = options.get("kv_cache"), options.get("routing")
+        return cls(
+            kv_cache=None if kv_cache is None else KVCacheConfig.from_dict(kv_cache),
+            routing=None if routing is None else RoutingConfig.from_dict(routing),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """What goes into config.json; ``from_dict`` reads it back."""
         options: dict[str, Any] = {"version": CONFIG_VERSION}
         if self.kv_cache is not None:
             options["kv_cache"] = self.kv_cache.to_dict()
+        if self.routing is not None:
+            options["routing"] = self.routing.to_dict()
         return options

@@ -1,7 +1,8 @@
 """Change one model, and take it back.
 
 ``apply`` checks the options, keeps them in ``model.config.hf_subbyte_moe`` (so ``save_pretrained`` publishes them) and
-puts our attention function in front of the model's own, which it calls for every cache that is not ours.
+puts our attention function in front of the model's own, which it calls for every cache that is not ours, and our
+choice of experts in front of its routers'.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from hf_subbyte_moe.cache import (
     refuse_unsupported,
 )
 from hf_subbyte_moe.config import SubByteConfig
+from hf_subbyte_moe.routing import choose_clusters, release, steer
 
 
 CONFIG_KEY = "hf_subbyte_moe"
@@ -65,8 +67,8 @@ def apply(model: PreTrainedModel, config: Mapping[str, Any] | SubByteConfig | No
 
     Args:
         model: any causal language model that the parts in ``config`` support.
-        config: ``{"kv_cache": {...}}`` or a :class:`SubByteConfig`; None means the options in the model's config, or
-            the default cache where it has none.
+        config: ``{"kv_cache": {...}, "routing": {...}}`` or a :class:`SubByteConfig`; None means the options in the
+            model's config, or the default cache where it has none.
 
     Returns:
         The same model.
@@ -77,15 +79,20 @@ def apply(model: PreTrainedModel, config: Mapping[str, Any] | SubByteConfig | No
     if config is None:
         config = getattr(model.config, CONFIG_KEY, None) or {"kv_cache": {}}
     options = config if isinstance(config, SubByteConfig) else SubByteConfig.from_dict(config)
+    clusters = None if options.routing is None else choose_clusters(model, options.routing)
     if options.kv_cache is not None:
         refuse_unsupported(model.config.get_text_config(decoder=True))
         use_packed_attention(model)
+    if options.routing is None:
+        release(model)
+    else:
+        steer(model, options.routing, clusters)
     setattr(model.config, CONFIG_KEY, options.to_dict())
     return model
 
 
 def restore(model: PreTrainedModel) -> PreTrainedModel:
-    """Take :func:`apply`, and what ``generate`` did, back: attention function, marks and options.
+    """Take :func:`apply`, and what ``generate`` did, back: attention function, routers, marks and options.
 
     Returns:
         The same model.
@@ -97,6 +104,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
             expand_again(module)
             if model.config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME:
                 model.set_attn_implementation(previous)
+    release(model)
     for owner, attribute in ((model.config, CONFIG_KEY), (model, STATISTICS_ATTRIBUTE)):
         if attribute in vars(owner):
             delattr(owner, attribute)

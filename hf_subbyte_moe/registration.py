@@ -7,6 +7,7 @@ either: ``GenerationMixin._prepare_cache_for_generation`` builds caches, ``PreTr
 
 import copy
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.config import AUTO, CALIBRATED, SubByteConfig
 from hf_subbyte_moe.patching import CONFIG_KEY, apply, model_options, remember_cache, use_packed_attention
 from hf_subbyte_moe.policy import SIDECAR_NAME, remember_sidecar
+from hf_subbyte_moe.routing import ROUTING_SIDECAR_NAME, remember_routing_sidecar
 
 
 _NAME_LISTS = ("DYNAMIC_CACHE_IMPLEMENTATIONS", "ALL_CACHE_IMPLEMENTATIONS")
@@ -128,6 +130,16 @@ def _make_cache(
     return cache
 
 
+def make_cache(model: PreTrainedModel, options: dict[str, Any] | None = None) -> EntropySubbyteCache:
+    """The empty cache that ``generate(cache_config=options)`` would make for a model.
+
+    Raises:
+        ValueError: wrong options, or a model that is not supported.
+    """
+    config = GenerationConfig(cache_config=options)
+    return _make_cache(model, config, {}, GenerationMode.GREEDY_SEARCH)
+
+
 def _drop_unread_sidecar(options: dict[str, Any], given: dict[str, Any]) -> None:
     """A sidecar of the model's own stays only if the caller's policy or codebook reads it."""
     merged = {**options, **given}
@@ -154,21 +166,28 @@ def _check_call(generation_config: GenerationConfig, model_kwargs: dict[str, Any
 _HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
 
 
-def _bring_sidecar(model: Any, options: dict[str, Any]) -> None:
-    """Fetch the sidecar of a model from the Hub, if its repository has one; a folder's own needs no fetching."""
-    kv_cache, name = model_options(model.config).kv_cache, model.config.name_or_path
-    if kv_cache is None or kv_cache.sidecar is not None or not name or Path(name).is_dir():
+def _bring_sidecars(model: Any, options: SubByteConfig, hub: dict[str, Any]) -> None:
+    """Fetch a model's sidecars from the Hub, where its repository has some; a folder's own need no fetching."""
+    name = model.config.name_or_path
+    if not name or Path(name).is_dir():
         return
+    if options.kv_cache is not None and options.kv_cache.sidecar is None:
+        _bring(name, SIDECAR_NAME, hub, remember_sidecar)
+    if options.routing is not None and options.routing.sidecar is None and options.routing.needs_clusters:
+        _bring(name, ROUTING_SIDECAR_NAME, hub, remember_routing_sidecar)
+
+
+def _bring(name: str, file: str, hub: dict[str, Any], remember: Callable[[str, Path], None]) -> None:
     path = cached_file(
         name,
-        SIDECAR_NAME,
-        **{key: options[key] for key in _HUB_OPTIONS if key in options},
+        file,
+        **{key: hub[key] for key in _HUB_OPTIONS if key in hub},
         _raise_exceptions_for_gated_repo=False,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
     if path is not None:
-        remember_sidecar(name, Path(path))
+        remember(name, Path(path))
 
 
 def _wrap_from_pretrained(original: Any) -> Any:
@@ -180,8 +199,8 @@ def _wrap_from_pretrained(original: Any) -> Any:
         loaded = original(cls, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if options is not None or getattr(model.config, CONFIG_KEY, None):
+            _bring_sidecars(model, options or model_options(model.config), kwargs)
             apply(model, options)
-            _bring_sidecar(model, kwargs)
         return loaded
 
     setattr(from_pretrained, _MARK, original)

@@ -21,9 +21,9 @@ import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.cli.demo import Bits, JsonFile, Model, PolicyName, cache_options
 from hf_subbyte_moe.cli.prompts import needle_prompt
-from hf_subbyte_moe.cli.running import forward, layer_progress, load_model
-from hf_subbyte_moe.compat import CACHE_KW
+from hf_subbyte_moe.cli.running import layer_progress, load_model
 from hf_subbyte_moe.patching import use_packed_attention
+from hf_subbyte_moe.scoring import forward
 
 
 _WARM_UP = 3
@@ -66,7 +66,7 @@ def _clock(model: PreTrainedModel, run: Callable[[], Tensor]) -> tuple[float, Te
 
 def _prefill(model: PreTrainedModel, ids: Tensor, cache: Cache, name: str) -> tuple[float, Tensor]:
     with layer_progress(model, f"prefill {ids.shape[1]}, {name}"):
-        seconds, logits = _clock(model, lambda: forward(model, ids, **{CACHE_KW: cache}))
+        seconds, logits = _clock(model, lambda: forward(model, ids, cache))
     return seconds, logits.argmax(-1)
 
 
@@ -93,11 +93,11 @@ def time_context(model: PreTrainedModel, ids: Tensor, prefills: int, pairs: int,
         return DynamicCache(config=config), EntropySubbyteCache(config, **options)
 
     def step(cache: Cache) -> float:
-        return _clock(model, lambda: forward(model, token, **{CACHE_KW: cache}))[0]
+        return _clock(model, lambda: forward(model, token, cache))[0]
 
     with torch.no_grad():
         for cache in caches():  # warm up
-            forward(model, ids[:, :_WARM_UP_TOKENS], **{CACHE_KW: cache})
+            forward(model, ids[:, :_WARM_UP_TOKENS], cache)
         prefill = []
         for _ in range(prefills):
             held = caches()

@@ -13,7 +13,6 @@ from hf_subbyte_moe.cli.demo import Bits, Context, JsonFile, Model, PlotFile, Po
 from hf_subbyte_moe.cli.plot import plot_choices
 from hf_subbyte_moe.cli.prompts import needle_prompt
 from hf_subbyte_moe.cli.running import layer_progress, load_model
-from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.explain import explain
 from hf_subbyte_moe.patching import use_packed_attention
 from hf_subbyte_moe.scoring import forward
@@ -43,7 +42,7 @@ def explain_prompt(
     cache = EntropySubbyteCache(loaded.config.get_text_config(decoder=True), **cache_options(policy, bits))
     use_packed_attention(loaded)
     with torch.no_grad(), layer_progress(loaded, "prefill"):
-        forward(loaded, ids.to(loaded.device), **{CACHE_KW: cache})
+        forward(loaded, ids.to(loaded.device), cache)
     explanation = explain(cache)
     explanation.render(console)
     if plot is not None:
