@@ -8,7 +8,9 @@ Source: the interface, https://huggingface.co/docs/transformers/attention_interf
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,6 +34,31 @@ PREVIOUS_ATTRIBUTE = "_hf_subbyte_attention"  # on each attention module: the im
 _DEFAULT = "sdpa"
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@dataclass
+class PackedReads:
+    """How much attention went through packed tiles.
+
+    Attributes:
+        tokens: packed tokens that queries met, summed over layers, rows and queries.
+    """
+
+    tokens: int = 0
+
+
+_COUNTING: list[PackedReads] = []
+
+
+@contextmanager
+def count_packed_reads() -> Iterator[PackedReads]:
+    """Count, while the context lasts, the packed tokens that attention calls read."""
+    reads = PackedReads()
+    _COUNTING.append(reads)
+    try:
+        yield reads
+    finally:
+        _COUNTING.remove(reads)
 
 
 def attention_forward(
@@ -87,6 +114,8 @@ def _packed(
     stored_query = absorb_query(module, query) if latent else query
     tiles = view.layer.rows.packed() if view.layer.has_tiles else None
     backend = view.layer.backend if query.shape[2] == 1 else "torch"  # the kernels take one token
+    for reads in _COUNTING:
+        reads.tokens += query.shape[2] * view.layer.packed_tokens
     result = decode_attention(stored_query, exact, tiles, *form, backend)
     output = expand_output(module, result.output) if latent else result.output
     return output.to(query.dtype).transpose(1, 2).contiguous()

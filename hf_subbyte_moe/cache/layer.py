@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_subbyte_moe.accounting import TILE_TOKENS
 from hf_subbyte_moe.cache.handle import LayerView, PackedKV
 from hf_subbyte_moe.cache.packing import PackedRows
 from hf_subbyte_moe.cache.prompts import BitLedger, LayerStatistics, PromptQueries, Snapshot
@@ -271,6 +272,11 @@ class EntropySubbyteLayer(CacheLayerMixin):
     def has_tiles(self) -> bool:
         """Some row has packed tiles."""
         return not self.rows.store.empty
+
+    @property
+    def packed_tokens(self) -> int:
+        """Tokens in tiles, all rows together."""
+        return int(self.rows.store.counts.sum()) * TILE_TOKENS
 
     def claim(self, module: torch.nn.Module) -> None:
         """Remember whose layer this is.
