@@ -183,7 +183,7 @@ class RoutingConfig:
             raise _fail("cluster_score", self.cluster_score, f"one of {list(CLUSTER_SCORES)}")
         if not _is_int(self.keep) or self.keep < 0:
             raise _fail("keep", self.keep, "a number of experts, at least 0")
-        for key, most in (("strength", 100), ("batch_aware", 100), ("follow", 1)):
+        for key, most in (("strength", 40), ("batch_aware", 40), ("follow", 1)):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
                 raise _fail(key, value, f"a number from 0 to {most}")

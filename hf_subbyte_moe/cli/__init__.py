@@ -1,4 +1,4 @@
-"""The command line: ``hf-subbyte-moe demo | explain | calibrate | bench``."""
+"""The command line: ``hf-subbyte-moe demo | explain | calibrate | bench | eval``."""
 
 import sys
 
@@ -8,6 +8,7 @@ from rich.console import Console
 from hf_subbyte_moe.cli.bench import bench
 from hf_subbyte_moe.cli.calibrate import calibrate_model
 from hf_subbyte_moe.cli.demo import demo
+from hf_subbyte_moe.cli.evaluate import PASS_ON, evaluate
 from hf_subbyte_moe.cli.inspect_prompt import explain_prompt
 
 
@@ -21,6 +22,7 @@ app.command()(demo)
 app.command("explain")(explain_prompt)
 app.command("calibrate")(calibrate_model)
 app.command()(bench)
+app.command("eval", context_settings=PASS_ON)(evaluate)
 
 
 def main() -> None:

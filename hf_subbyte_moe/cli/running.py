@@ -35,6 +35,17 @@ class Answer:
     tokens_per_s: float
 
 
+def default_model() -> str:
+    """The reference model of a clone of this project.
+
+    Raises:
+        ValueError: no clone around this package.
+    """
+    if not _REFERENCE.is_dir():
+        raise ValueError("outside a clone of the project there is no default model: give --model ID_OR_PATH")
+    return str(_REFERENCE)
+
+
 def load_model(
     name: str | None, cpu_dtype: torch.dtype = torch.bfloat16
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -48,9 +59,7 @@ def load_model(
         ValueError: no name, and no clone around this package.
     """
     if name is None:
-        if not _REFERENCE.is_dir():
-            raise ValueError("outside a clone of the project there is no default model: give --model ID_OR_PATH")
-        name = str(_REFERENCE)
+        name = default_model()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         # PyTorch may pick cuDNN, which plans anew for every length: with a growing plain cache that is most of a step

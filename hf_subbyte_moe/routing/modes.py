@@ -87,8 +87,8 @@ def keep_best(choice: Tensor, ranking: Tensor, keep: int) -> Tensor:
     if keep == 0:
         return ranking
     best = choice.topk(keep, dim=-1).indices
-    order = torch.arange(keep, 0, -1, device=ranking.device, dtype=ranking.dtype)
-    return ranking.scatter(-1, best, ranking.amax(dim=-1, keepdim=True) + order)
+    order = torch.arange(keep + 1, 1, -1, device=ranking.device, dtype=ranking.dtype)  # each step is above rounding
+    return ranking.scatter(-1, best, (ranking.amax(dim=-1, keepdim=True).abs() + 1) * order)
 
 
 def needed_experts(choice: Tensor, keep: int) -> Tensor:

@@ -2,8 +2,8 @@
 
 Every family scores, normalises and scales in its own way, but all of them pick with one ``topk`` over the experts.
 While a router's own forward runs, that one call is answered with another choice; scores and weights stay the model's
-own code, so a chosen expert gets the weight that the true router gives it, and a choice that changes nothing changes no
-bit.
+own code, so a chosen expert gets the weight that the true router gives it, and a choice that changes nothing changes
+no bit.
 
 Gives up: models that pick without ``topk`` need a function of their own (``sparsemixer.py``).
 """
