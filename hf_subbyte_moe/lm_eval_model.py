@@ -42,6 +42,7 @@ except ImportError as error:
 CACHES = (CACHE_NAME, "dynamic", "quantized")
 _FINGERPRINT = "hf-subbyte-moe configuration"
 _OWN_CACHE = ("cache_implementation", "cache_config", "prefill_chunk_size", "cache", "past_key_values", "use_cache")
+_WEIGHED = ("cache_bytes", "plain_bytes", "code_bits", "bits", "bits_total")
 _SCALE_BITS = 16  # of a stock cache's scales and zero points
 
 
@@ -53,7 +54,8 @@ class Usage:
         prompt_tokens: of every request, padding not counted.
         cache_bytes: a row's share of the cache after its last token.
         plain_bytes: the same of a plain cache.
-        bits: with scales and outliers, bits a packed value; only of caches with tiles.
+        code_bits: codes alone, bits a packed value; only of our cache.
+        bits: with scales and outliers; likewise.
         bits_total: everything held, bits a cached value; only of our cache.
         packed_tokens_read: packed tokens that queries met, over all layers.
         prefill_s: until a batch's first new token.
@@ -64,6 +66,7 @@ class Usage:
     prompt_tokens: list[int] = field(default_factory=list)
     cache_bytes: list[float] = field(default_factory=list)
     plain_bytes: list[float] = field(default_factory=list)
+    code_bits: list[float] = field(default_factory=list)
     bits: list[float] = field(default_factory=list)
     bits_total: list[float] = field(default_factory=list)
     packed_tokens_read: int = 0
@@ -77,7 +80,7 @@ class Usage:
         return {
             "requests": len(tokens),
             "prompt_tokens": {"least": min(tokens), "most": max(tokens)} if tokens else None,
-            **{key: _mean(getattr(self, key)) for key in ("cache_bytes", "plain_bytes", "bits", "bits_total")},
+            **{key: _mean(getattr(self, key)) for key in _WEIGHED},
             "packed_tokens_read": self.packed_tokens_read,
             "prefill_s": self.prefill_s,
             "tokens_per_s": self.decoded / self.decode_s if self.decode_s else None,
@@ -369,10 +372,9 @@ class SubByteLM(HFLM):  # type: ignore[misc]
         usage = self._usage
         if isinstance(cache, EntropySubbyteCache):
             size = cache_size(cache)
-            usage.cache_bytes += [size.bytes / rows] * rows
-            usage.plain_bytes += [size.plain_bytes / rows] * rows
-            usage.bits += [] if size.bits is None else [size.bits] * rows
-            usage.bits_total += [] if size.bits_total is None else [size.bits_total] * rows
+            of_row = (size.bytes / rows, size.plain_bytes / rows, size.code_bits, size.bits, size.bits_total)
+            for key, value in zip(_WEIGHED, of_row, strict=True):
+                getattr(usage, key).extend([] if value is None else [value] * rows)
             return
         config = self.model.config.get_text_config(decoder=True)
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

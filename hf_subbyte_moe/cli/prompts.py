@@ -7,19 +7,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hf_subbyte_moe.tasks.words import ADJECTIVES, HEAD, NEEDLE, NOISE, NOUNS
 
-_HEAD = (
-    "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about "
-    "the numbers afterwards.\n"
-)
-_NEEDLE = " One of the special magic numbers for {key} is: {number}."
+
 _TAIL = (
     "\nWhat is the special magic number for {key} mentioned in the provided text? The special magic number for {key} "
     "mentioned in the provided text is"
 )
-_ADJECTIVES = ("red", "quick", "lazy", "silent", "golden", "ancient", "hollow", "frozen", "gentle", "hidden", "vivid")
-_NOUNS = ("fox", "river", "stone", "table", "garden", "window", "lantern", "bridge", "castle", "eagle", "temple")
-_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ def needle_prompt(
     if not 0 <= depth <= 1:
         raise ValueError(f"depth={depth} must lie between 0 and 1")
     rng = random.Random(seed)
-    key = f"{rng.choice(_ADJECTIVES)}-{rng.choice(_NOUNS)}"
+    key = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
     number = str(rng.randint(1_000_000, 9_999_999))
 
     def encode(text: str) -> list[int]:
@@ -64,12 +58,12 @@ def needle_prompt(
 
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     question = _TAIL.format(key=key)
-    head, tail = start + encode(_HEAD), encode(question)
-    needle = encode(_NEEDLE.format(key=key, number=number))
+    head, tail = start + encode(HEAD), encode(question)
+    needle = encode(NEEDLE.format(key=key, number=number))
     room = context - len(head) - len(needle) - len(tail)
     if room < 1:
         raise ValueError(f"context={context} is too short: the question alone takes {context - room} tokens")
-    body = encode(haystack or _NOISE)
+    body = encode(haystack or NOISE)
     body = (body * (room // len(body) + 1))[:room]
     cut = round(depth * room)
     return NeedlePrompt(torch.tensor([head + body[:cut] + needle + body[cut:] + tail]), number, question)
