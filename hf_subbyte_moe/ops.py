@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from subbyte_kernels.attention_statistics import TokenStatistics, attention_statistics_reference
-from subbyte_kernels.decode_attention import BACKENDS, AttentionResult, AttentionTiles, ExactTokens
+from subbyte_kernels.decode_attention import BACKENDS, MAX_TOKENS, AttentionResult, AttentionTiles, ExactTokens
 from subbyte_kernels.decode_attention import decode_attention as selected_attention
 from subbyte_kernels.formats import (
     NO_PAGE,
@@ -28,6 +28,7 @@ from subbyte_kernels.pack_tiles.reference import nearest_entries, normalize_toke
 
 __all__ = [
     "BACKENDS",
+    "MAX_TOKENS",
     "NO_PAGE",
     "TILE_TOKENS",
     "AttentionResult",

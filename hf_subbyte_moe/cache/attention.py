@@ -25,7 +25,7 @@ from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
 from hf_subbyte_moe.cache.mla import ExpandedView, absorb_query, expand, expand_output
 from hf_subbyte_moe.cache.prompts import PromptQueries
 from hf_subbyte_moe.cache.window import Ints
-from hf_subbyte_moe.ops import ExactTokens, decode_attention
+from hf_subbyte_moe.ops import MAX_TOKENS, ExactTokens, decode_attention
 from hf_subbyte_moe.policy import AttentionForm, output_weight
 
 
@@ -113,7 +113,9 @@ def _packed(
     latent = isinstance(view, ExpandedView)
     stored_query = absorb_query(module, query) if latent else query
     tiles = view.layer.rows.packed() if view.layer.has_tiles else None
-    backend = view.layer.backend if query.shape[2] == 1 else "torch"  # the kernels take one token
+    backend = view.layer.backend
+    if query.shape[2] > 1 and backend != "torch":  # not what the user chose a kernel for; some take a few tokens
+        backend = "auto" if query.shape[2] <= MAX_TOKENS else "torch"
     for reads in _COUNTING:
         reads.tokens += query.shape[2] * view.layer.packed_tokens
     result = decode_attention(stored_query, exact, tiles, *form, backend)

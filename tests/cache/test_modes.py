@@ -15,9 +15,10 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_subbyte_moe
-from hf_subbyte_moe.cache import CACHE_NAME, PREVIOUS_ATTRIBUTE, EntropySubbyteCache, EntropySubbyteLayer
+from hf_subbyte_moe.cache import CACHE_NAME, PREVIOUS_ATTRIBUTE, EntropySubbyteCache, EntropySubbyteLayer, attention
 from hf_subbyte_moe.cache.saving import FILE_NAME
 from hf_subbyte_moe.compat import CACHE_KW, cache_of
+from hf_subbyte_moe.ops import decode_attention
 from support.models import left_padded, prompt, tiny_model
 
 
@@ -350,3 +351,25 @@ def test_a_backend_that_cannot_compute_is_refused_and_nothing_is_stored() -> Non
         with pytest.raises(ValueError, match="the cuda kernel cannot compute this attention: the tensors lie on cpu"):
             model(prompt(1), **{CACHE_KW: cache})
     assert cache.get_seq_length() == 300
+
+
+@pytest.mark.parametrize(
+    ("named", "tokens", "asked"),
+    [("auto", 1, "auto"), ("auto", 5, "auto"), ("auto", 9, "torch"), ("triton", 5, "auto"), ("torch", 5, "torch")],
+)
+def test_a_few_new_tokens_go_to_a_kernel_and_many_to_pytorch(
+    named: str, tokens: int, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def recorded(*arguments: Any) -> Any:
+        seen.append(arguments[-1])
+        return decode_attention(*arguments[:-1], "torch")
+
+    monkeypatch.setattr(attention, "decode_attention", recorded)
+    model = hf_subbyte_moe.apply(tiny_model("mixtral"), {"kv_cache": {"default": False}})
+    cache = EntropySubbyteCache(model.config, window=8, sinks=2, backend=named)
+    with torch.no_grad():
+        model(prompt(300), **{CACHE_KW: cache})
+        model(prompt(tokens), **{CACHE_KW: cache})
+    assert set(seen) == {asked}

@@ -10,11 +10,12 @@ from subbyte_kernels.decode_attention.reference import (
     ExactTokens,
     decode_attention_reference,
 )
-from subbyte_kernels.decode_attention.select import BACKENDS, decode_attention
+from subbyte_kernels.decode_attention.select import BACKENDS, MAX_TOKENS, decode_attention
 
 
 __all__ = [
     "BACKENDS",
+    "MAX_TOKENS",
     "AttentionResult",
     "AttentionTiles",
     "ExactTokens",
