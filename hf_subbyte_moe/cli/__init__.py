@@ -1,4 +1,4 @@
-"""The command line: ``hf-subbyte-moe demo | explain | calibrate | bench | eval``."""
+"""The command line: ``hf-subbyte-moe demo | explain | calibrate | cluster | bench | eval``."""
 
 import sys
 
@@ -7,6 +7,7 @@ from rich.console import Console
 
 from hf_subbyte_moe.cli.bench import bench
 from hf_subbyte_moe.cli.calibrate import calibrate_model
+from hf_subbyte_moe.cli.cluster import cluster_experts
 from hf_subbyte_moe.cli.demo import demo
 from hf_subbyte_moe.cli.evaluate import PASS_ON, evaluate
 from hf_subbyte_moe.cli.inspect_prompt import explain_prompt
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command("explain")(explain_prompt)
 app.command("calibrate")(calibrate_model)
+app.command("cluster")(cluster_experts)
 app.command()(bench)
 app.command("eval", context_settings=PASS_ON)(evaluate)
 

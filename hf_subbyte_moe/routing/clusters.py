@@ -85,7 +85,7 @@ class Clusters:
             "version": _VERSION,
             "count": str(self.count),
             "source": self.source,
-            "model": json.dumps(self.model, sort_keys=True),
+            "model": json.dumps(self.model),
         }
         tensors = {"labels": self.labels.to(torch.int16).contiguous(), "replicated": self.replicated.contiguous()}
         save_file(tensors, path, metadata=header)

@@ -1,6 +1,6 @@
 """How alike experts are: by what they are (weights) and by what they do (outputs on the same tokens).
 
-Source: similarity of outputs, HC-SMoE (arXiv 2410.08589); similarity of weights, the first seed document.
+Source: similarity of outputs, HC-SMoE (ICML 2025); similarity of weights, the first seed document.
 """
 
 from typing import Any
