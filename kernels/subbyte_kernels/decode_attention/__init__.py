@@ -10,7 +10,8 @@ from subbyte_kernels.decode_attention.reference import (
     ExactTokens,
     decode_attention_reference,
 )
-from subbyte_kernels.decode_attention.select import BACKENDS, MAX_TOKENS, decode_attention
+from subbyte_kernels.decode_attention.select import BACKENDS, decode_attention
+from subbyte_kernels.decode_attention.triton_kernel import MAX_TOKENS
 
 
 __all__ = [
