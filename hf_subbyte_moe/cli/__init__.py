@@ -1,4 +1,4 @@
-"""The command line: ``hf-subbyte-moe demo | explain | calibrate | cluster | bench | eval``."""
+"""The command line: ``hf-subbyte-moe demo | explain | calibrate | cluster | bench | eval | publish``."""
 
 import sys
 
@@ -11,6 +11,7 @@ from hf_subbyte_moe.cli.cluster import cluster_experts
 from hf_subbyte_moe.cli.demo import demo
 from hf_subbyte_moe.cli.evaluate import PASS_ON, evaluate
 from hf_subbyte_moe.cli.inspect_prompt import explain_prompt
+from hf_subbyte_moe.cli.publish import publish
 
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app.command("calibrate")(calibrate_model)
 app.command("cluster")(cluster_experts)
 app.command()(bench)
 app.command("eval", context_settings=PASS_ON)(evaluate)
+app.command()(publish)
 
 
 def main() -> None:

@@ -91,7 +91,14 @@ def keep_best(choice: Tensor, ranking: Tensor, keep: int) -> Tensor:
     return ranking.scatter(-1, best, (ranking.amax(dim=-1, keepdim=True).abs() + 1) * order)
 
 
-def needed_experts(choice: Tensor, keep: int) -> Tensor:
-    """``[E]`` bool: experts among some token's best ``keep``."""
+def needed_experts(choice: Tensor, keep: int, steps: int = 1) -> Tensor:
+    """``[N, E]`` bool: experts among the best ``keep`` of some token of the same step.
+
+    Args:
+        choice: ``[N, E]``.
+        keep: experts of a token that are needed in any case.
+        steps: the tokens are those of N / steps rows, and token t of every row is of step t. A decode step is one.
+    """
     best = choice.topk(keep, dim=-1).indices
-    return torch.zeros(choice.shape[1], dtype=torch.bool, device=choice.device).scatter_(0, best.flatten(), True)
+    own = torch.zeros_like(choice, dtype=torch.bool).scatter_(1, best, True)
+    return own.view(-1, steps, own.shape[1]).any(0).repeat(own.shape[0] // steps, 1)

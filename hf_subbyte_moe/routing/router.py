@@ -67,6 +67,7 @@ class RouterState:
         membership: ``[C, E]`` bool; None without clusters.
         members: ``[C, M]`` experts of every cluster, filled up with E; None likewise.
         trail: shared by the model's routers.
+        steps: decode steps that one call stands for; more than one where a measurement reads known tokens at once.
     """
 
     layer: int
@@ -76,6 +77,7 @@ class RouterState:
     membership: Tensor | None
     members: Tensor | None
     trail: Trail
+    steps: int = 1
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Membership and members on a device; moved once."""
@@ -97,8 +99,8 @@ class RouterState:
         bonus: Tensor | None = None
         if self.membership is not None and config.strength > 0:
             bonus = config.strength * self._favoured(scores, choice)
-        if config.batch_aware > 0 and choice.shape[0] in _BATCH_TOKENS:
-            needed = config.batch_aware * needed_experts(choice, max(config.keep, 1)).float()
+        if config.batch_aware > 0 and choice.shape[0] // self.steps in _BATCH_TOKENS:
+            needed = config.batch_aware * needed_experts(choice, max(config.keep, 1), self.steps).float()
             bonus = needed if bonus is None else bonus + needed
         return choice if bonus is None else keep_best(choice, with_bonus(scores, choice, bonus), config.keep)
 

@@ -207,10 +207,21 @@ def test_batch_aware_uses_fewer_experts(tokens: int) -> None:
     assert weights.isfinite().all()
     needed = needed_experts(logits, 2)
     if tokens in (2, 8, 32):
-        assert needed[indices].all() or int(needed.sum()) < 4
+        assert needed.gather(1, indices).all() or int(needed[0].sum()) < 4
         assert len(indices.unique()) <= len(native.unique())
     else:
         assert torch.equal(indices, native)  # nothing to share, or every expert is needed
+
+
+def test_steps_of_a_batch_are_apart() -> None:
+    """Known tokens read at once choose as they would one step after the other."""
+    model = tiny_moe("qwen3_moe", num_experts=32, num_experts_per_tok=4)
+    router: Any = find_routers(model)[0].module
+    hf_subbyte_moe.apply(model, {"routing": {"mode": "soft", "strength": 0, "batch_aware": 2.0, "keep": 2}})
+    hidden = states(24).view(4, 6, 64)  # four rows, six steps
+    alone = torch.stack([router(hidden[:, step])[2] for step in range(6)], dim=1)
+    router._hf_subbyte_moe_routing.steps = 6
+    assert torch.equal(router(hidden)[2].view(4, 6, 4), alone)
 
 
 def test_compiled_router_chooses_the_same() -> None:
