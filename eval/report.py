@@ -22,6 +22,7 @@ from hf_subbyte_moe.codecs import codecs
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the package beside this file, wherever we are run
 
+import routing_report
 from quality import report as quality
 
 
@@ -180,6 +181,20 @@ def quality_collapse() -> str:
     return quality.collapse(rows) if rows else quality.missing("collapse")
 
 
+def routing() -> str:
+    """Transitions inside a domain and what they cost, briefly."""
+    result = routing_report.load(RESULTS / "routing.json")
+    return routing_report.short(result) if result["rows"] else routing_report.missing()
+
+
+def routing_all() -> str:
+    """Every placement, mode and batch."""
+    result = routing_report.load(RESULTS / "routing.json")
+    if not result["rows"]:
+        return routing_report.missing()
+    return f"![loss against locality](results/routing.png)\n\n{routing_report.full(result)}"
+
+
 def _plot(name: str, rows: list[dict[str, Any]]) -> str:
     """A plot's place in eval/README.md, where it has something to show."""
     return f"![KL against real bits](results/{name}.png)\n\n" if quality.drawn_rows(rows) else ""
@@ -197,6 +212,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "quality_peers": quality_peers,
     "quality_ablations": quality_ablations,
     "quality_collapse": quality_collapse,
+    "routing": routing,
+    "routing_all": routing_all,
 }
 
 
@@ -225,6 +242,11 @@ def main(check: bool) -> int:
             stale.append(path.relative_to(ROOT))
             if not check:
                 quality.plot_bits(rows, path)
+    shown, path = routing_report.drawn_rows(routing_report.load(RESULTS / "routing.json")), RESULTS / "routing.png"
+    if shown and routing_report.is_stale(path, shown):
+        stale.append(path.relative_to(ROOT))
+        if not check:
+            routing_report.plot(shown, path)
     for path in stale:
         print(f"{path}: {'differs from its result files' if check else 'rendered'}")
     return int(check and bool(stale))

@@ -2,7 +2,7 @@
 
 Clusters are made on one set of texts (``--calibration``) and measured on another (``--texts``), with the real model:
 loss on text, an exact answer about one needle, and every expert that every token used. A row is one placement, mode
-and strength. Routing ``native`` costs nothing by construction, so its rows only count. Rows of the same commit are kept.
+and strength. Routing ``native`` costs nothing by construction, so its rows only count. Rows of one commit are kept.
 
 Batch-aware rows read known tokens of B texts at once, and step t of all rows shares its experts, as decoding would.
 
