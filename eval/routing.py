@@ -31,11 +31,13 @@ from quality.tasks import encode, read_texts, task_prompt, text_sequences
 
 from hf_subbyte_moe.config import RoutingConfig
 from hf_subbyte_moe.routing import Clusters, find_routers, release, steer
+from hf_subbyte_moe.routing.clustering import MOST_LOAD
 from hf_subbyte_moe.routing.measuring import Measured, make_clusters, measure
 from hf_subbyte_moe.routing.traces import crossings, distinct_experts, locality, recorded
 
 
 ROOT = Path(__file__).resolve().parents[1]
+_BALANCED = "default"  # of a cell's "most_load"; without it clusters may serve any load
 _LOAD_FREE = 1e6
 _STATE_BYTES = 2  # a hidden state travels in 16 bits
 
@@ -145,7 +147,6 @@ def placement_rows(bench: Bench, config: dict[str, Any], commit: str, results: d
     if not todo:
         return
     counted, native = bench.measured(), bench.look()
-    state_bytes = _STATE_BYTES * bench.model.config.hidden_size
     for cell in tqdm(todo, desc="placements", unit="row"):
         clusters = make_clusters(
             cell["clustering"],
@@ -153,7 +154,7 @@ def placement_rows(bench: Bench, config: dict[str, Any], commit: str, results: d
             counted,
             cell["domains"],
             cell["replicas"],
-            cell.get("most_load", _LOAD_FREE) if cell.get("most_load") != "default" else 1.15,
+            MOST_LOAD if cell.get("most_load") == _BALANCED else _LOAD_FREE,
             starts=config["starts"],
             seed=cell["seed"],
         )
@@ -162,36 +163,43 @@ def placement_rows(bench: Bench, config: dict[str, Any], commit: str, results: d
         if options.mode != "native":
             with bench.steered(options, clusters):
                 seen = bench.look()
-        difference = seen.nll - native.nll
-        found, before = locality(seen.indices, clusters), locality(native.indices, clusters)
-        row = {
-            "domains": cell["domains"],
-            "clustering": cell["clustering"],
-            "mode": cell["mode"],
-            "strength": options.strength if options.mode == "soft" else None,
-            "follow": options.follow if options.mode == "soft" else None,
-            "keep": options.keep if options.mode == "soft" else None,
-            "top_clusters": options.clusters_kept(clusters.count) if options.mode != "native" else None,
-            "replicas": cell["replicas"],
-            "balanced_load": cell.get("most_load") == "default",
-            "seed": cell["seed"],
-            "transitions_local": found.transitions,
-            "pairs_local": found.pairs,
-            "dnll": float(difference.mean()),
-            "dnll_se": float(difference.std() / len(difference) ** 0.5) if options.mode != "native" else 0.0,
-            "needle": seen.needle,
-            "needle_native": native.needle,
-            "load": found.load,
-            "load_native": before.load,
-            "domain_load": found.domain_load,
-            "memory": 1 + cell["replicas"] * (cell["domains"] - 1) / clusters.labels.shape[1],
-            "bytes_crossing": crossings(seen.indices, clusters, state_bytes),
-            "n_tokens": len(difference),
-            "commit": commit,
-            "cell": cell,
-        }
+        row = {**_row(cell, options, clusters, seen, native, bench.model.config.hidden_size), "commit": commit}
         results["rows"] = [kept for kept in results["rows"] if kept["cell"] != cell] + [row]
         save(results, out)
+
+
+def _row(
+    cell: dict[str, Any], options: RoutingConfig, clusters: Clusters, seen: Seen, native: Seen, width: int
+) -> dict[str, Any]:
+    """What one cell showed."""
+    soft, changed = options.mode == "soft", options.mode != "native"
+    difference = seen.nll - native.nll
+    found = locality(seen.indices, clusters)
+    return {
+        "domains": cell["domains"],
+        "clustering": cell["clustering"],
+        "mode": cell["mode"],
+        "strength": options.strength if soft else None,
+        "follow": options.follow if soft else None,
+        "keep": options.keep if soft else None,
+        "top_clusters": options.clusters_kept(clusters.count) if changed else None,
+        "replicas": cell["replicas"],
+        "balanced_load": cell.get("most_load") == _BALANCED,
+        "seed": cell["seed"],
+        "transitions_local": found.transitions,
+        "pairs_local": found.pairs,
+        "dnll": float(difference.mean()),
+        "dnll_se": float(difference.std() / len(difference) ** 0.5) if changed else 0.0,
+        "needle": seen.needle,
+        "needle_native": native.needle,
+        "load": found.load,
+        "load_native": locality(native.indices, clusters).load,
+        "domain_load": found.domain_load,
+        "memory": 1 + cell["replicas"] * (cell["domains"] - 1) / clusters.labels.shape[1],
+        "bytes_crossing": crossings(seen.indices, clusters, _STATE_BYTES * width),
+        "n_tokens": len(difference),
+        "cell": cell,
+    }
 
 
 def batch_rows(bench: Bench, config: dict[str, Any], commit: str, results: dict[str, Any], out: Path) -> None:

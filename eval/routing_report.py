@@ -10,7 +10,17 @@ Row = dict[str, Any]
 CLAIM = 0.85  # of transitions, the documents say
 _NATIVE, _SOFT, _HARD = "native", "soft", "hard"
 _COMPARED = ("random", "index")
-_HEADER = ["placement and routing", "transitions", "pairs", "loss, nats", "needle", "bytes across", "memory", "load"]
+_HEADER = [
+    "placement and routing",
+    "transitions",
+    "pairs",
+    "loss, nats",
+    "needle",
+    "bytes across",
+    "memory",
+    "domain",
+    "expert",
+]
 _SIGNALS = {
     "traces": "transitions and pairs (default)",
     "transitions": "transitions alone",
@@ -198,6 +208,7 @@ def _domain_table(rows: list[Row]) -> str:
             f"{row['bytes_crossing']:,.0f}",
             f"{row['memory']:.2f}",
             f"{row['domain_load']:.2f}",
+            f"{row['load']:.2f}",
         ]
         for row in ordered
     ]
@@ -266,8 +277,8 @@ def _verdict(rows: list[Row]) -> str:
 def _conditions(rows: list[Row]) -> str:
     tokens = sorted({row["n_tokens"] for row in rows})
     commits = ", ".join(sorted({row["commit"] for row in rows}))
-    native = rows[0]["needle_native"]
+    native = f"{rows[0]['needle_native']:.2f}, busiest expert {rows[0]['load_native']:.2f}"
     return (
         f"Reference model (16 experts, 2 a token, 8 layers), {', '.join(f'{count:,}' for count in tokens)} held-out "
-        f"tokens; ± one standard error; needle native {native:.2f}; commit {commits}."
+        f"tokens; ± one standard error; native: needle {native}; commit {commits}."
     )

@@ -30,6 +30,8 @@ def row(**own: Any) -> dict[str, Any]:
         "needle": 1.0,
         "needle_native": 1.0,
         "domain_load": 1.1,
+        "load": 3.0,
+        "load_native": 4.0,
         "memory": 1.0,
         "bytes_crossing": 4000.0,
         "n_tokens": 1000,
@@ -54,13 +56,18 @@ RESULT = {"rows": ROWS, "batch": [{**BATCH, "dnll_se": 0.001, "n_tokens": 10, "c
 def test_the_short_table_says_what_holds() -> None:
     text = routing_report.short(RESULT)
     assert "| 2 domains, random, native | 50.0% |" in text  # the mean of its seeds
-    assert "| 2 domains, clusters, soft 0.5 | 80.0% | 60.0% | +0.0020 ± 0.0010 | 1.00 | 4,000 | 1.00 | 1.10 |" in text
+    assert (
+        "| 2 domains, clusters, soft 0.5 | 80.0% | 60.0% | +0.0020 ± 0.0010 | 1.00 | 4,000 | 1.00 | 1.10 | 3.00 |"
+        in text
+    )
     assert (
         "With 2 domains it is reached at +0.0110 nats a token; placement alone, which changes no token, gives 70%"
         in text
     )
     assert "With 4 domains it is not reached: 45%" in text
-    assert text.endswith("1,000 held-out tokens; ± one standard error; needle native 1.00; commit abc.")
+    assert text.endswith(
+        "1,000 held-out tokens; ± one standard error; native: needle 1.00, busiest expert 4.00; commit abc."
+    )
 
 
 def test_everything_is_in_the_long_table() -> None:
