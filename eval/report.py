@@ -22,6 +22,7 @@ from hf_subbyte_moe.codecs import codecs
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the package beside this file, wherever we are run
 
+import cards
 import routing_report
 from quality import report as quality
 
@@ -214,6 +215,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "quality_collapse": quality_collapse,
     "routing": routing,
     "routing_all": routing_all,
+    **cards.SECTIONS,
 }
 
 

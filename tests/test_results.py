@@ -87,6 +87,17 @@ def test_pairs_of_log_likelihood_and_weight_become_losses() -> None:
     assert (made["score"], made["higher_is_better"], made["stderr"]) == (2.0, False, None)
 
 
+def test_a_score_under_its_length_has_the_name_and_the_sense_of_the_tasks_metric() -> None:
+    loss = {**sample(0, 2.5), "metrics": ["nll", "900"], "nll": 2.5}
+    found = results([loss])
+    found["higher_is_better"]["needle"] = {"nll": False, "900": False}
+    (made,) = rows_of(found)
+    assert (made["metric"], made["score"], made["higher_is_better"]) == ("nll", 2.5, False)
+    ruler = {**sample(0, 0), "metrics": ["4096", "900"], "4096": -1, "900": 0.5}
+    (made,) = rows_of(results([ruler]))
+    assert (made["metric"], made["score"], made["higher_is_better"]) == ("string_match", 0.5, True)
+
+
 def test_a_file_replaces_rows_and_refuses_other_files(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     ResultFile(path).add([row([0.0]), row([1.0], length=2048)])

@@ -132,6 +132,7 @@ def run_caches(
     caches: Sequence[tuple[str, dict[str, Any]]],
     results: ResultFile,
     resume: bool = False,
+    lengths: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
     """Evaluate every cache on the same tasks.
 
@@ -140,6 +141,7 @@ def run_caches(
         caches: names and options.
         results: gets the rows, cache by cache.
         resume: leave out caches that have rows of all tasks there already.
+        lengths: what the tasks' lengths are, so that rows of others do not count as such.
 
     Returns:
         The rows of this run.
@@ -168,8 +170,11 @@ def run_caches(
             for row in results.rows
             if (row["label"], row["model"], row["prefill"]) == (cache_label(name, options), model, prefill)
             and row["task"] in tasks
+            and (lengths is None or row["length"] in lengths)
         ]
-        if resume and {row["task"] for row in known} == tasks:
+        places: Sequence[int | None] = [None] if lengths is None else lengths
+        wanted = {(task, length) for task in tasks for length in places}
+        if resume and wanted <= {(row["task"], None if lengths is None else row["length"]) for row in known}:
             rows += known
             continue
         lm.choose_cache(name, options)
@@ -214,6 +219,7 @@ def evaluate(
     console = Console()
     model_args: dict[str, Any] = {"pretrained": default_model() if model is None else model, "prefill": prefill}
     arguments = ["--model", "subbyte", "--tasks", tasks, "--model_args", json.dumps(model_args)]
+    asked = None
     if lengths is not None:
         try:
             asked = [int(length) for length in lengths.split(",")]
@@ -221,7 +227,7 @@ def evaluate(
             raise ValueError(f"--lengths {lengths!r} is not possible: numbers with commas between them") from None
         arguments += ["--metadata", json.dumps({"max_seq_lengths": asked})]
     caches = [parse_cache(text) for text in cache_config or ["{}"]]
-    rows = run_caches([*arguments, *context.args], caches, ResultFile(out / REPORT), resume)
+    rows = run_caches([*arguments, *context.args], caches, ResultFile(out / REPORT), resume, asked)
     console.print(result_table(rows))
     (out / TABLE).write_text(markdown_table(rows) + "\n", encoding="utf-8")
     drawn = plot_needles(rows, out / HEAT_MAP)

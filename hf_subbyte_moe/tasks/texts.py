@@ -227,12 +227,7 @@ def text(**options: Any) -> Any:
 
     def make(source: _Source, length: int, number: int, seed: str) -> Document:
         ids = _encoded(source.tokenizer, source.text)
-        places = list(range(0, len(ids) - length - scored + 1, length + scored))
-        if not places:
-            raise ValueError(
-                f"haystack_file holds {len(ids)} tokens, too few for {length} and {scored} more to predict"
-            )
-        random.Random(f"{source.seed}/text/{length}").shuffle(places)
+        places = _places(len(ids), length, scored, source.samples)
         place = places[number]
         decode = source.tokenizer.decode
         context = source.start + str(decode(ids[place : place + length])).replace(_GLYPH, "")
@@ -249,9 +244,22 @@ def text(**options: Any) -> Any:
         }
 
     source = _read(options)
-    fewest = min(len(_encoded(source.tokenizer, source.text)) // (length + scored) for length in source.lengths)
-    options = {**options, "num_samples": max(1, min(source.samples, fewest))}
-    return _documents(options, "text", make)
+    held = len(_encoded(source.tokenizer, source.text))
+    fewest = min(len(_places(held, length, scored, source.samples)) for length in source.lengths)
+    return _documents({**options, "num_samples": fewest}, "text", make)
+
+
+def _places(tokens: int, length: int, scored: int, samples: int) -> list[int]:
+    """Where pieces of a text begin: evenly spread, no token scored twice; contexts may overlap.
+
+    Raises:
+        ValueError: the text is shorter than one piece.
+    """
+    room = tokens - length - scored
+    if room < 0:
+        raise ValueError(f"haystack_file holds {tokens} tokens, too few for {length} and {scored} more to predict")
+    count = min(samples, room // scored + 1)
+    return [number * room // max(1, count - 1) for number in range(count)]
 
 
 # ------------------------------------------------------------------ scores
