@@ -158,6 +158,7 @@ def _shown(value: float | None, form: str) -> str:
 
 
 _HEADER = ("model", "prefill", "task", "length", "cache", "score", "+-", "n", "bytes", "code bits", "bits", "total")
+_SHARED = 2  # columns that the title may hold
 _HEADER_END = ("packed tokens read", "tokens/s")
 
 
@@ -183,12 +184,17 @@ def _ordered(rows: Iterable[Row]) -> list[Row]:
 
 
 def result_table(rows: Iterable[Row]) -> Table:
-    """Task by length by cache, for a terminal."""
-    table = Table(title="lm-eval through these caches; +- is the standard error of the mean", title_justify="left")
-    for name in (*_HEADER, *_HEADER_END):
-        table.add_column(name, overflow="fold", justify="left" if name in ("model", "task", "cache") else "right")
-    for row in _ordered(rows):
-        table.add_row(*_cells(row))
+    """Task by length by cache, for a terminal; what all rows share in the first columns goes to the title."""
+    ordered = _ordered(rows)
+    names, lines = [*_HEADER, *_HEADER_END], [_cells(row) for row in ordered]
+    shared = [name for name in _HEADER[:_SHARED] if len({line[names.index(name)] for line in lines}) == 1]
+    said = ", ".join(lines[0][names.index(name)] for name in shared) if lines else ""
+    table = Table(title=f"{said}; +- is the standard error of the mean".removeprefix("; "), title_justify="left")
+    kept = [number for number, name in enumerate(names) if name not in shared]
+    for number in kept:
+        table.add_column(names[number], overflow="fold", justify="left" if number < len(_PLACE) else "right")
+    for line in lines:
+        table.add_row(*(line[number] for number in kept))
     return table
 
 

@@ -157,7 +157,16 @@ def test_a_cache_is_chosen_by_name() -> None:
         choose_cache(rows, "mine", "A")
 
 
-@pytest.mark.parametrize(("after", "budget", "code"), [([1, 1], "0.05", 0), ([1, 0], "0.05", 1), ([1, 0], "0.5", 0)])
+@pytest.mark.parametrize(
+    ("after", "budget", "code"),
+    [
+        ([1, 1], "0.05", 0),
+        ([1, 0], "0.05", 1),
+        ([1, 0], "0.5", 0),
+        ([1, 0], "string_match=0.5", 0),
+        ([1, 0], "nll=0.5", 1),
+    ],
+)
 def test_the_script_exits_by_its_budget(after: list[float], budget: str, code: int, tmp_path: Path) -> None:
     path = Path(__file__).parents[1] / "eval" / "compare.py"
     spec = importlib.util.spec_from_file_location("compare_script", path)
@@ -180,3 +189,6 @@ def test_the_script_exits_by_its_budget(after: list[float], budget: str, code: i
     ran = CliRunner().invoke(app, [*map(str, files)], env={"COLUMNS": "150"})
     assert ran.exit_code == 2
     assert "refused" in ran.output
+    ran = CliRunner().invoke(app, [*map(str, files), "--budget", "-1"], env={"COLUMNS": "150"})
+    assert ran.exit_code == 2
+    assert "--budget '-1' is not possible" in ran.output

@@ -20,6 +20,7 @@ from hf_subbyte_moe.tasks import FOLDER
 
 
 REPORT, TABLE, HEAT_MAP = "report.json", "report.md", "needles.png"
+_TABLE_WIDTH = 130
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -55,7 +56,13 @@ def _load_tasks(config: Any) -> Any:
     """A task manager that makes its tasks once, so that every cache gets the same documents."""
     random.seed(config.seed[0])
     np.random.seed(config.seed[1])  # noqa: NPY002 -- RULER draws from it
-    manager = config.process_tasks(config.metadata)
+    own = {path.stem for path in FOLDER.glob("*.yaml")}
+    if config.include_path == [str(FOLDER)] and set(config.tasks) <= own:
+        from lm_eval.tasks import TaskManager  # the harness's own tasks take seconds to list
+
+        manager = TaskManager(include_path=str(FOLDER), include_defaults=False, metadata=config.metadata)
+    else:
+        manager = config.process_tasks(config.metadata)
     loaded = manager.load(config.tasks)
     manager.load = lambda tasks: loaded
     return manager
@@ -217,6 +224,7 @@ def evaluate(
     """
     _need_lm_eval()
     console = Console()
+    console.width = max(console.width, _TABLE_WIDTH)
     model_args: dict[str, Any] = {"pretrained": default_model() if model is None else model, "prefill": prefill}
     arguments = ["--model", "subbyte", "--tasks", tasks, "--model_args", json.dumps(model_args)]
     asked = None
