@@ -1,5 +1,6 @@
 """``hf-subbyte-moe eval``: EleutherAI's lm-eval with answers out of the packed cache, beside other caches."""
 
+import hashlib
 import importlib.util
 import json
 import random
@@ -12,6 +13,7 @@ import torch
 import typer
 from rich.console import Console
 
+import hf_subbyte_moe
 from hf_subbyte_moe.cache import CACHE_NAME
 from hf_subbyte_moe.cli.running import default_model
 from hf_subbyte_moe.results import ResultFile, cache_label, markdown_table, plot_needles, result_table, rows_of
@@ -134,6 +136,41 @@ def _refuse(config: Any) -> None:
         raise ValueError("--wandb_args and --trackio_args are not passed on: their loggers take one run, not several")
 
 
+def _fingerprint(config: Any) -> str:
+    """What a run's documents and answers depend on, its caches and model aside."""
+    named = ("metadata", "limit", "samples", "seed", "num_fewshot", "gen_kwargs", "system_instruction")
+    said = {name: getattr(config, name) for name in (*named, "apply_chat_template", "model_args")}
+    file = config.metadata.get("haystack_file")
+    if isinstance(file, str) and Path(file).is_file():
+        said["text"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    whole = json.dumps([said, hf_subbyte_moe.__version__], sort_keys=True, default=str)
+    return hashlib.sha256(whole.encode()).hexdigest()[:12]
+
+
+def _known(
+    results: ResultFile,
+    label: str,
+    model: str,
+    prefill: str,
+    fingerprint: str,
+    lengths: Sequence[int] | None,
+) -> list[dict[str, Any]]:
+    """Rows that an earlier run left for a cache, at these lengths if there are some.
+
+    Raises:
+        ValueError: they are of another configuration.
+    """
+    rows = [row for row in results.rows if (row["label"], row["model"], row["prefill"]) == (label, model, prefill)]
+    rows = [row for row in rows if lengths is None or row["length"] in lengths]
+    for row in rows:
+        if row.get("run") != fingerprint:
+            raise ValueError(
+                f"the report holds results of {label!r} with other options, documents or another version, which are "
+                "not reused: name another folder, or leave --resume out"
+            )
+    return rows
+
+
 def run_caches(
     arguments: Sequence[str],
     caches: Sequence[tuple[str, dict[str, Any]]],
@@ -169,16 +206,14 @@ def run_caches(
     tracker = None
     if config.output_path:
         tracker = EvaluationTracker(**{**config.hf_hub_log_args, "output_path": config.output_path})
+    fingerprint = _fingerprint(config)
     rows: list[dict[str, Any]] = []
     for name, options in caches:
         model = Path(str(model_args["pretrained"])).name
-        known = [
-            row
-            for row in results.rows
-            if (row["label"], row["model"], row["prefill"]) == (cache_label(name, options), model, prefill)
-            and row["task"] in tasks
-            and (lengths is None or row["length"] in lengths)
-        ]
+        known: list[dict[str, Any]] = []
+        if resume:
+            held = _known(results, cache_label(name, options), model, prefill, fingerprint, lengths)
+            known = [row for row in held if row["task"] in tasks]
         places: Sequence[int | None] = [None] if lengths is None else lengths
         wanted = {(task, length) for task in tasks for length in places}
         if resume and wanted <= {(row["task"], None if lengths is None else row["length"]) for row in known}:
@@ -193,7 +228,7 @@ def run_caches(
                 for task in found["configs"]:
                     tracker.save_results_samples(task_name=task, samples=samples[task])
             found["samples"] = samples
-        made = rows_of(found)
+        made = [{**row, "run": fingerprint} for row in rows_of(found)]
         results.add(made)
         rows += made
     return rows

@@ -72,6 +72,10 @@ def test_one_run_gives_a_report_a_table_and_a_heat_map(folder: Path, tmp_path: P
     code, shown, error = run(folder, tmp_path, *arguments, "--resume")
     assert code == 0, (shown, error)
     assert (tmp_path / "report.json").read_text() == kept
+    # and results of other documents are not taken for these
+    code, _, error = run(folder, tmp_path, *arguments, "--resume", "--metadata", '{"data_seed": 3}')
+    assert code != 0
+    assert "are not reused" in str(error)
 
 
 @pytest.mark.usefixtures("few_tasks")
@@ -90,6 +94,18 @@ def test_what_lm_eval_takes_is_passed_on(folder: Path, tmp_path: Path) -> None:
     said = json.loads(results.read_text())["config"]["subbyte"]
     assert said["prefill"] == "chunked"
     assert said["usage"]["subbyte_recall"]["600"]["packed_tokens_read"] > 0
+
+
+@pytest.mark.slow
+def test_tasks_of_ruler_run_as_they_are(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("wonderwords", reason="pip install 'hf-subbyte-moe[eval]'")
+    arguments = ["--tasks", "niah_single_1", "--lengths", "1024", "--limit", "2"]
+    code, shown, error = run(folder, tmp_path, *arguments, "--cache-config", COARSE, "--gen_kwargs", "max_gen_toks=4")
+    assert code == 0, (shown, error)
+    rows = read_rows(tmp_path / "report.json")
+    (row,) = rows
+    assert (row["task"], row["length"], row["metric"], row["n"]) == ("niah_single_1", 1024, "string_match", 2)
+    assert row["packed_tokens_read"] > 0
 
 
 @pytest.mark.parametrize(
