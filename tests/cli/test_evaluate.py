@@ -97,9 +97,11 @@ def test_what_lm_eval_takes_is_passed_on(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_tasks")
 def test_tasks_of_ruler_run_as_they_are(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("wonderwords", reason="pip install 'hf-subbyte-moe[eval]'")
-    arguments = ["--tasks", "niah_single_1", "--lengths", "1024", "--limit", "2"]
+    ruler = Path(importlib.import_module("lm_eval").__file__ or "").parent / "tasks" / "ruler"
+    arguments = ["--tasks", "niah_single_1", "--lengths", "1024", "--limit", "2", "--include_path", str(ruler)]
     code, shown, error = run(folder, tmp_path, *arguments, "--cache-config", COARSE, "--gen_kwargs", "max_gen_toks=4")
     assert code == 0, (shown, error)
     rows = read_rows(tmp_path / "report.json")
