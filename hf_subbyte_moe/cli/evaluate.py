@@ -23,6 +23,7 @@ from hf_subbyte_moe.tasks import FOLDER
 
 REPORT, TABLE, HEAT_MAP = "report.json", "report.md", "needles.png"
 _TABLE_WIDTH = 130
+_PATHS = ("pretrained", "tokenizer", "haystack_file")
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -143,6 +144,8 @@ def _fingerprint(config: Any) -> str:
     file = config.metadata.get("haystack_file")
     if isinstance(file, str) and Path(file).is_file():
         said["text"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    for name in ("metadata", "model_args"):  # files go by name: they may lie elsewhere on another machine
+        said[name] = {key: Path(value).name if key in _PATHS else value for key, value in said[name].items()}
     whole = json.dumps([said, hf_subbyte_moe.__version__], sort_keys=True, default=str)
     return hashlib.sha256(whole.encode()).hexdigest()[:12]
 
