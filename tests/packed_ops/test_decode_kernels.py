@@ -251,20 +251,18 @@ def test_large_groups_fall_into_blocks_of_rows(kernel: Kernel, group: int) -> No
         case.check(case.run(kernel))
 
 
-@pytest.mark.parametrize("tokens", [2, 3, 8])
-@pytest.mark.parametrize("group", [1, 5, 8])
+@pytest.mark.parametrize(("group", "tokens"), [(1, 8), (5, 2), (8, 3)])
 def test_several_new_tokens_have_masks_of_their_own(kernel: Kernel, group: int, tokens: int) -> None:
-    case = Case(MIXED_KEYS, MIXED_VALUES, group=group, counts=(2, 0), tokens=tokens)
+    case = Case(MIXED_KEYS, MIXED_VALUES, group=group, counts=(1, 0), tokens=tokens)
     case.sink_logits = gaussian(2 * group, seed=8).to(DEVICE)
     if supports(case, kernel, cuda=False):
-        case.check(case.run(kernel))
-        apart = [replace(case.exact, visible=case.exact.visible[:, place : place + 1]) for place in range(tokens)]
-        whole, query = case.run(kernel), case.query
-        for place, exact in enumerate(apart):
-            case.query, case.exact = query[:, :, place : place + 1], exact
-            one = case.run(kernel)
-            torch.testing.assert_close(one.output[:, :, 0], whole.output[:, :, place], rtol=1e-3, atol=1e-4)
-            torch.testing.assert_close(one.lse[..., 0], whole.lse[..., place], rtol=1e-5, atol=1e-5)
+        whole = case.run(kernel)
+        case.check(whole)
+        case.query = case.query[:, :, -1:]
+        case.exact = replace(case.exact, visible=case.exact.visible[:, -1:])
+        last = case.run(kernel)
+        torch.testing.assert_close(last.output[:, :, 0], whole.output[:, :, -1], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(last.lse[..., 0], whole.lse[..., -1], rtol=1e-5, atol=1e-5)
 
 
 def test_new_tokens_that_see_the_same_share_a_mask(kernel: Kernel) -> None:

@@ -88,8 +88,8 @@ def test_a_named_kernel_is_taken_and_named_once(taken: list[str], caplog: pytest
 
 def test_a_named_kernel_that_cannot_do_a_call_says_why(taken: list[str]) -> None:
     needs_interpreter()
-    with pytest.raises(ValueError, match=r"the triton kernel cannot compute this attention: .*2 queries"):
-        decode_attention(*call(queries=2), backend="triton")
+    with pytest.raises(ValueError, match=r"the triton kernel cannot compute this attention: .*9 new tokens"):
+        decode_attention(*call(queries=9), backend="triton")
     with pytest.raises(ValueError, match=r"the triton kernel cannot compute this attention: .*nuq2"):
         decode_attention(*call(tier="nuq2"), backend="triton")
     assert not taken
