@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from hf_subbyte_moe.cli.calibrate import read_texts, text_windows, written_windows
 from hf_subbyte_moe.cli.running import load_model
+from hf_subbyte_moe.cli.texts import DataFile, ModelName, beside_model, windows_of
 from hf_subbyte_moe.routing import ROUTING_SIDECAR_NAME, Clusters, find_routers, release
 from hf_subbyte_moe.routing.clustering import MOST_LOAD, Affinity
 from hf_subbyte_moe.routing.measuring import INDEX, RANDOM, SIGNALS, TRACES, Measured, make_clusters, measure
@@ -22,18 +22,9 @@ _SHOWN_LAYERS = 4
 
 
 def cluster_experts(
-    model: Annotated[
-        str | None, typer.Argument(help="Hub id, folder or .gguf file.", show_default="the reference MoE")
-    ] = None,
+    model: ModelName = None,
     clusters: Annotated[int, typer.Option(min=1, help="Clusters of every layer's experts.")] = 2,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help='Plain text, or JSON lines with a "text" each; without it the model writes its own.',
-            exists=True,
-            dir_okay=False,
-        ),
-    ] = None,
+    data: DataFile = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Cluster file to write.", show_default=f"{ROUTING_SIDECAR_NAME} in the model's folder"),
@@ -60,17 +51,8 @@ def cluster_experts(
         raise ValueError(
             f"--clusters {clusters} is not possible: {type(loaded).__name__} has {experts} experts a layer"
         )
-    if out is None:
-        folder = Path(str(loaded.config.name_or_path))
-        if not folder.is_dir():
-            raise ValueError(
-                f"{loaded.config.name_or_path!r} is no folder that a cluster file could lie in: give --out FILE"
-            )
-        out = folder / ROUTING_SIDECAR_NAME
-    if data is None:
-        ids = written_windows(loaded, tokenizer, windows, context, seed)
-    else:
-        ids = text_windows(tokenizer, read_texts(data), windows, context, seed)
+    out = out or beside_model(loaded, ROUTING_SIDECAR_NAME, "a cluster file")
+    ids = windows_of(loaded, tokenizer, data, windows, context, seed)
     measured = measure(loaded, ids, progress="counting")
     counted, unseen = _divided(measured, windows, context)
     found = make_clusters(by, loaded, counted, clusters, replicas, most_load, seed=seed, progress="clustering")

@@ -10,18 +10,10 @@ from typer.testing import CliRunner
 
 from hf_subbyte_moe.cli import app
 from hf_subbyte_moe.cli import calibrate as command
+from hf_subbyte_moe.cli import texts as texts_of
 from hf_subbyte_moe.policy import SIDECAR_NAME, load_calibration
 from support.models import tiny_model
-
-
-class Letters:
-    """A tokenizer: a letter is a token."""
-
-    bos_token_id: int | None = 1
-    eos_token_id = 2
-
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [3 + ord(letter) % 29 for letter in text]}
+from support.tokens import Letters
 
 
 @pytest.fixture
@@ -58,7 +50,7 @@ def test_without_data_the_model_writes_its_own(folder: Path) -> None:
 def test_what_the_model_writes_is_long_enough_varied_and_seeded() -> None:
     model: Any = tiny_model("llama")
     tokenizer: Any = Letters()
-    first, again, other = (command.written_windows(model, tokenizer, 2, 40, seed) for seed in (0, 0, 1))
+    first, again, other = (texts_of.written_windows(model, tokenizer, 2, 40, seed) for seed in (0, 0, 1))
     assert first.shape == (2, 40)
     assert (first[:, 0] == 1).all()
     assert torch.equal(first, again)
@@ -72,23 +64,23 @@ def test_windows_come_from_as_many_texts_as_there_are_and_do_not_overlap(start: 
     tokenizer: Any = Letters()
     tokenizer.bos_token_id = start
     texts = [letter * 44 for letter in "abc"]
-    pieces = command.text_windows(tokenizer, texts, 3, 20, seed=0)
+    pieces = texts_of.text_windows(tokenizer, texts, 3, 20, seed=0)
     body = pieces[:, 1:] if start is not None else pieces
     assert sorted(map(set, body.tolist()), key=min) == [set(tokenizer(letter)["input_ids"]) for letter in "abc"]
     if start is not None:
         assert (pieces[:, 0] == start).all()
     with pytest.raises(ValueError, match="the texts hold 6 pieces of 20 tokens, not 7: give more of them"):
-        command.text_windows(tokenizer, texts, 7, 20, seed=0)
+        texts_of.text_windows(tokenizer, texts, 7, 20, seed=0)
 
 
 def test_plain_text_and_json_lines_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n', encoding="utf-8")
     (tmp_path / "c.jsonl").write_text('{"text": "one"}\n["two"]\n', encoding="utf-8")
-    assert command.read_texts(tmp_path / "a.txt") == ["one\ntwo"]
-    assert command.read_texts(tmp_path / "b.jsonl") == ["one", "two"]
+    assert texts_of.read_texts(tmp_path / "a.txt") == ["one\ntwo"]
+    assert texts_of.read_texts(tmp_path / "b.jsonl") == ["one", "two"]
     with pytest.raises(ValueError, match=r"c\.jsonl, line 2: not "):
-        command.read_texts(tmp_path / "c.jsonl")
+        texts_of.read_texts(tmp_path / "c.jsonl")
 
 
 def test_a_model_without_a_folder_needs_a_file_to_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

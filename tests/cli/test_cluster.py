@@ -14,16 +14,7 @@ from hf_subbyte_moe.cli import cluster as command
 from hf_subbyte_moe.routing import ROUTING_SIDECAR_NAME, Clusters, find_routers
 from support.models import prompt, tiny_model
 from support.moe import tiny_moe
-
-
-class Letters:
-    """A tokenizer: a letter is a token."""
-
-    bos_token_id: int | None = 1
-    eos_token_id = 2
-
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [3 + ord(letter) % 29 for letter in text]}
+from support.tokens import Letters
 
 
 @pytest.fixture
