@@ -1,6 +1,7 @@
 """What the CUDA kernel wants to know about packed tiles. They stay the same between two flushes, so once is enough."""
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -48,7 +49,6 @@ class Plan:
         self.ends = [0] * 5
         self.count = 0 if tiles is None else tiles.values.pages.shape[-1]
         self.mixed = False
-        self._named: list[NDArray[np.int32]] = []  # tiers of both sides' tiles, sorted, where they differ
         self._held: list[Tensor | None] = []  # what the addresses point into
         if tiles is None or not self.count:
             return
@@ -94,7 +94,7 @@ class Plan:
         if len(keys.pools) > 1 or len(values.pools) > 1:
             self.mixed = True
             host = sort_by_pair(_host_pages(keys), _host_pages(values))
-            self._named = [side >> _SLOT_BITS for side in host]
+            self._tiers_of_tiles = [side >> _SLOT_BITS for side in host]
             return [torch.from_numpy(side).to(keys.pages.device, non_blocking=True) for side in host]
         if pages[0].stride() != pages[1].stride() or pages[0].stride(-1) != 1:
             return [side.contiguous() for side in pages]
@@ -112,7 +112,7 @@ class Plan:
         if self.obstacle is not None or not self.count:
             return None
         costs: NDArray[np.float64] = np.zeros(1)
-        for named, tiers in zip(self._tiers_of_tiles(), self.tiers, strict=True):
+        for named, tiers in zip(self._tiers_of_tiles, self.tiers, strict=True):
             by_tier = np.zeros(129)
             for tier, kind, _ in tiers:
                 by_tier[tier] = SIDE_COSTS[kind]
@@ -125,16 +125,17 @@ class Plan:
     def tables_of_tiles(self) -> NDArray[np.int32]:
         """``[B * H, T]``: for each tile the tables that decoding it needs, a bit for each."""
         wanted = np.zeros(self._shape, dtype=np.int32)
-        for named, tiers in zip(self._tiers_of_tiles(), self.tiers, strict=True):
+        for named, tiers in zip(self._tiers_of_tiles, self.tiers, strict=True):
             by_tier = np.zeros(129, dtype=np.int32)
             for tier, _, table in tiers:
                 by_tier[tier] = 1 << table if table >= 0 else 0
             wanted |= by_tier[named]
         return wanted.reshape(-1, wanted.shape[-1])
 
+    @cached_property
     def _tiers_of_tiles(self) -> list[NDArray[np.int32]]:
         """``[B, H, T]`` tier of each tile in the order of the kernel's pages, for both sides; -1 without a tile."""
-        return self._named or [_host_pages(side) >> _SLOT_BITS for side in self._sides]
+        return [_host_pages(side) >> _SLOT_BITS for side in self._sides]
 
 
 def sort_by_pair(keys: NDArray[np.int32], values: NDArray[np.int32]) -> list[NDArray[np.int32]]:
