@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
 from hf_subbyte_moe.codecs import get_codec
 from hf_subbyte_moe.policy import ChunkStatistics
+from hf_subbyte_moe.tensor_files import read_tensor_file
 
 
 if TYPE_CHECKING:
@@ -61,18 +61,7 @@ def read_file(path: Path, device: torch.device | str) -> tuple[dict[str, Any], d
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no cache at {path}")
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            written = (file.metadata() or {}).get(_METADATA_KEY)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is no cache file: {error}") from error
-    if written is None:
-        raise ValueError(f"{path} is a safetensors file, but holds no entropy_subbyte cache")
-    notes: dict[str, Any] = json.loads(written)
-    if notes["version"] > _VERSION:
-        raise ValueError(f"{path} is of version {notes['version']}; this release reads up to version {_VERSION}")
-    return notes, tensors
+    return read_tensor_file(path, _METADATA_KEY, _VERSION, "cache file", "entropy_subbyte cache", device)
 
 
 def fill_cache(

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -28,6 +27,7 @@ from hf_subbyte_moe.codecs import Codec
 from hf_subbyte_moe.config import AUTO, CALIBRATED, KVCacheConfig
 from hf_subbyte_moe.policy.allocation import Floats, allocate
 from hf_subbyte_moe.policy.policies import CANDIDATES, Measured, Needs, budget_bits, side_bits
+from hf_subbyte_moe.tensor_files import read_tensor_file
 
 
 SIDECAR_NAME = "subbyte_calibration.safetensors"
@@ -181,17 +181,8 @@ def resolve(config: PreTrainedConfig, options: KVCacheConfig) -> tuple[str, Cali
 def _read(path: Path, changed: int) -> Calibration:
     """Read a sidecar; ``changed`` tells a new file of the same name."""
     del changed
-    try:
-        with safe_open(path, framework="pt") as file:
-            written = (file.metadata() or {}).get(_METADATA_KEY)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is no safetensors file: {error}") from error
-    if written is None:
-        raise ValueError(f"{path} is a safetensors file, but holds no calibration; {_HOW_TO}")
-    said = json.loads(written)
-    if said["version"] > _VERSION:
-        raise ValueError(f"{path} is of version {said['version']}; this release reads up to version {_VERSION}")
+    content = f"calibration; {_HOW_TO}"
+    said, tensors = read_tensor_file(path, _METADATA_KEY, _VERSION, "safetensors file", content)
     layers: dict[str, dict[int, Tensor]] = {"errors": {}, "metric": {}}
     for name, tensor in tensors.items():
         kind, _, layer = name.partition(".")

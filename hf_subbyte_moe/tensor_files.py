@@ -1,0 +1,39 @@
+"""Safetensors files of ours: tensors, and under a key of the header notes in JSON with a version."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+
+def read_tensor_file(
+    path: Path, key: str, version: int, kind: str, content: str, device: torch.device | str = "cpu"
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The notes and tensors of an existing file.
+
+    Args:
+        path: the file.
+        key: of the header, under which the notes lie.
+        version: the newest that can be read.
+        kind: of file, for a message about one that cannot be opened.
+        content: what it should hold, for a message about one that holds something else.
+        device: where the tensors go.
+
+    Raises:
+        ValueError: it is no such file, or of a newer version.
+    """
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            written = (file.metadata() or {}).get(key)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no {kind}: {error}") from error
+    if written is None:
+        raise ValueError(f"{path} is a safetensors file, but holds no {content}")
+    notes: dict[str, Any] = json.loads(written)
+    if notes["version"] > version:
+        raise ValueError(f"{path} is of version {notes['version']}; this release reads up to version {version}")
+    return notes, tensors
