@@ -8,7 +8,6 @@ prompt before it is packed, so no choice of bits could look at it.
 Source: the tasks, RULER (arXiv 2404.06654).
 """
 
-import json
 import random
 import string
 from collections.abc import Callable
@@ -18,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+from hf_subbyte_moe.cli.texts import json_texts
 
 
 TEXT = "text"
@@ -100,13 +101,7 @@ def read_texts(path: Path | None, root: Path) -> list[str]:
         files = [root / "README.md", *sorted((root / "hf_subbyte_moe").rglob("*.py"))]
         files += sorted((root / "kernels" / "subbyte_kernels").rglob("*.py"))
         return [file.read_text(encoding="utf-8") for file in files]
-    texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            texts.append(str(json.loads(line)["text"]))
-        except (ValueError, TypeError, KeyError):
-            raise ValueError(f'{path.name}, line {number}: not {{"text": ...}}') from None
-    return texts
+    return json_texts(path)
 
 
 def text_sequences(stream: list[int], start: list[int], context: int, scored: int, count: int, seed: int) -> Sequences:

@@ -51,11 +51,17 @@ def read_texts(path: Path) -> list[str]:
     Raises:
         ValueError: a line of JSON without a text; names the file and the line.
     """
-    content = path.read_text(encoding="utf-8")
-    if path.suffix not in (".jsonl", ".json"):
-        return [content]
+    return json_texts(path) if path.suffix in (".jsonl", ".json") else [path.read_text(encoding="utf-8")]
+
+
+def json_texts(path: Path) -> list[str]:
+    """Texts of JSON lines with a key "text" each.
+
+    Raises:
+        ValueError: a line without a text; names the file and the line.
+    """
     texts = []
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             texts.append(str(json.loads(line)["text"]))
         except (ValueError, TypeError, KeyError):
