@@ -8,6 +8,7 @@ Example: python eval/lm_eval_runs.py eval/configs/lm_eval.json --texts heldout.j
 
 import importlib.util
 import json
+import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,7 +73,9 @@ def write_haystack(texts: Path | None) -> None:
         files = [ROOT / "README.md", *sorted((ROOT / "hf_subbyte_moe").rglob("*.py"))]
         pieces = [file.read_text(encoding="utf-8") for file in [*files, *sorted((ROOT / "kernels").rglob("*.py"))]]
     HAYSTACK.parent.mkdir(exist_ok=True)
-    HAYSTACK.write_text("\n\n".join(pieces), encoding="utf-8")
+    fresh = HAYSTACK.with_suffix(f".{os.getpid()}")
+    fresh.write_text("\n\n".join(pieces), encoding="utf-8")
+    fresh.replace(HAYSTACK)  # runs of other tasks may be reading it
 
 
 def arguments_of(run: dict[str, Any], task: str, length: int, prefill: str, device: str | None) -> list[str]:
