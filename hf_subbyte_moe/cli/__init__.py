@@ -24,7 +24,7 @@ app.command()(demo)
 app.command("explain")(explain_prompt)
 app.command("calibrate")(calibrate_model)
 app.command("cluster")(cluster_experts)
-app.command()(bench)
+app.add_typer(bench, name="bench")
 app.command("eval", context_settings=PASS_ON)(evaluate)
 app.command()(publish)
 
