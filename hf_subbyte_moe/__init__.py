@@ -5,7 +5,7 @@ Importing this package makes ``model.generate(cache_implementation="entropy_subb
 """
 
 from hf_subbyte_moe.cache import EntropySubbyteCache
-from hf_subbyte_moe.config import KVCacheConfig, RoutingConfig, SubByteConfig
+from hf_subbyte_moe.config import ExpertsConfig, KVCacheConfig, RoutingConfig, SubByteConfig
 from hf_subbyte_moe.explain import explain
 from hf_subbyte_moe.patching import apply, restore
 from hf_subbyte_moe.registration import register, unregister
@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EntropySubbyteCache",
+    "ExpertsConfig",
     "KVCacheConfig",
     "RoutingConfig",
     "SubByteConfig",

@@ -23,6 +23,10 @@ BACKENDS = ("auto", "cuda", "triton", "torch")
 WHOLE_PROMPT = "prompt"
 ROUTING_MODES = ("native", "soft", "hard")
 CLUSTER_SCORES = ("top2", "max")
+PLACEMENTS = ("gpu", "offload", "disk")
+OFF = "off"
+PREDICTORS = ("previous", "gate", "head")
+PREFETCHES = (AUTO, OFF, *PREDICTORS)
 PRESETS = {"hierarchical": {"mode": "hard", "top_clusters": 4}}  # the first seed document's
 
 
@@ -223,16 +227,70 @@ class RoutingConfig:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """Where a model's experts live.
+
+    Attributes:
+        placement: ``gpu`` (with the rest of the model), ``offload`` (in pinned host memory, some in slots on the GPU)
+            or ``disk`` (in files, some in host memory, some of these in slots on the GPU).
+        gpu_slots: experts that the GPU holds at a time: a share of all (a fraction, at most 1.0) or a number of them.
+        prefetch: what foretells the next layer's experts: ``previous`` (those of the token before), ``gate`` (the next
+            layer's norm and router on this layer's state), ``head`` (trained; from the sidecar), ``auto`` (the best
+            that there is) or ``off``. Where prefetching turns out not to pay, it stops by itself.
+        sidecar: file that ``hf-subbyte-moe calibrate --predictor`` wrote; None looks into the model's folder.
+    """
+
+    placement: str = "gpu"
+    gpu_slots: float | int = 0.5
+    prefetch: str = AUTO
+    sidecar: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.placement not in PLACEMENTS:
+            raise _fail("placement", self.placement, f"one of {list(PLACEMENTS)}")
+        share = isinstance(self.gpu_slots, float) and 0 < self.gpu_slots <= 1
+        if not share and not (_is_int(self.gpu_slots) and self.gpu_slots >= 1):
+            raise _fail("gpu_slots", self.gpu_slots, "a share of all experts above 0.0 and at most 1.0, or a number")
+        if self.prefetch not in PREFETCHES:
+            raise _fail("prefetch", self.prefetch, f"one of {list(PREFETCHES)}")
+        if self.sidecar is not None and (not isinstance(self.sidecar, str) or not self.sidecar):
+            raise _fail("sidecar", self.sidecar, "a path")
+
+    @property
+    def moves(self) -> bool:
+        """Whether experts are anywhere but with the rest of the model."""
+        return self.placement != "gpu"
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any], section: str = "experts") -> "ExpertsConfig":
+        """Read options; missing keys take their defaults.
+
+        Raises:
+            ValueError: an unknown key, a wrong type or an impossible value.
+        """
+        if not isinstance(options, Mapping):
+            raise ValueError(f"{section} must be a dictionary, not {options!r}")
+        _reject_unknown(section, options, [field.name for field in fields(cls)])
+        return cls(**options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options that differ from their defaults, as JSON values."""
+        return {key: value for key, value in asdict(self).items() if value != getattr(type(self), key)}
+
+
+@dataclass(frozen=True)
 class SubByteConfig:
     """Everything that this package does to one model.
 
     Attributes:
         kv_cache: the cache, or None to leave it to Transformers.
         routing: how tokens find their experts, or None to leave it to the model.
+        experts: where experts live, or None to leave them where they are.
     """
 
     kv_cache: KVCacheConfig | None = None
     routing: RoutingConfig | None = None
+    experts: ExpertsConfig | None = None
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> "SubByteConfig":
@@ -248,10 +306,11 @@ class SubByteConfig:
         version = options.get("version", CONFIG_VERSION)
         if not _is_int(version) or not 1 <= version <= CONFIG_VERSION:
             raise _fail("version", version, f"this release reads versions 1 to {CONFIG_VERSION}")
-        kv_cache, routing = options.get("kv_cache"), options.get("routing")
+        kv_cache, routing, experts = options.get("kv_cache"), options.get("routing"), options.get("experts")
         return cls(
             kv_cache=None if kv_cache is None else KVCacheConfig.from_dict(kv_cache),
             routing=None if routing is None else RoutingConfig.from_dict(routing),
+            experts=None if experts is None else ExpertsConfig.from_dict(experts),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -261,4 +320,6 @@ class SubByteConfig:
             options["kv_cache"] = self.kv_cache.to_dict()
         if self.routing is not None:
             options["routing"] = self.routing.to_dict()
+        if self.experts is not None:
+            options["experts"] = self.experts.to_dict()
         return options
