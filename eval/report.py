@@ -196,6 +196,32 @@ def routing_all() -> str:
     return f"![loss against locality](results/routing.png)\n\n{routing_report.full(result)}"
 
 
+def roofline() -> str:
+    """What decode steps must cost on many GPUs: computed, nothing measured."""
+    result = _load(RESULTS / "roofline.json")
+    made = {(row["model"], row["gpus"], row["batch"], row["bits"]): row for row in result["rows"]}
+    batches = sorted({row["batch"] for row in result["rows"]})
+    bits = sorted({row["bits"] for row in result["rows"]}, key=lambda value: value is not None)
+    columns = [(batch, cache) for batch in batches for cache in bits]
+
+    def cell(row: dict[str, Any]) -> str:
+        return f"{row['ms']:.2f}" if row["fits"] else "does not fit"
+
+    rows = [
+        [f"{model} on {gpus}", *(cell(made[(model, gpus, *column)]) for column in columns)]
+        for model, gpus in dict.fromkeys((row["model"], row["gpus"]) for row in result["rows"])
+    ]
+    named = [f"batch {batch}, {'bf16' if cache is None else f'{cache:g} bits'}" for batch, cache in columns]
+    context, machine = result["rows"][0]["context"], result["machine"]
+    table = _table([f"ms a step at least, {context:,} tokens a row", *named], rows)
+    return (
+        f"{table}\n\nComputed from published configs, "
+        f"not measured: {machine['name']}, every byte read once at {machine['memory_rate'] / 1e12:.2f} TB/s, links at "
+        f"{machine['link_rate'] / 1e9:.0f} GB/s inside a node of {machine['gpus_a_node']} and "
+        f"{machine['node_rate'] / 1e9:.0f} GB/s a GPU between nodes; launches and latencies are not in it."
+    )
+
+
 def _plot(name: str, rows: list[dict[str, Any]]) -> str:
     """A plot's place in eval/README.md, where it has something to show."""
     return f"![KL against real bits](results/{name}.png)\n\n" if quality.drawn_rows(rows) else ""
@@ -215,6 +241,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "quality_collapse": quality_collapse,
     "routing": routing,
     "routing_all": routing_all,
+    "roofline": roofline,
     **cards.SECTIONS,
 }
 

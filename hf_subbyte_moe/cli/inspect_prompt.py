@@ -1,4 +1,7 @@
-"""``hf-subbyte-moe explain``: what a model's heads look like on a prompt, and which tiers they would get."""
+"""``hf-subbyte-moe explain``: what a model's heads look like on a prompt, and which tiers they would get.
+
+With a MODEL_OR_CONFIG it needs no weights: what a decode step of that model must cost.
+"""
 
 import json
 from pathlib import Path
@@ -12,6 +15,7 @@ from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.cli.demo import Bits, Context, JsonFile, Model, PlotFile, PolicyName, cache_options
 from hf_subbyte_moe.cli.plot import plot_choices
 from hf_subbyte_moe.cli.prompts import needle_prompt
+from hf_subbyte_moe.cli.roofline import explain_shape
 from hf_subbyte_moe.cli.running import layer_progress, load_model
 from hf_subbyte_moe.explain import explain
 from hf_subbyte_moe.patching import use_packed_attention
@@ -19,21 +23,36 @@ from hf_subbyte_moe.scoring import forward
 
 
 def explain_prompt(
+    shape: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL_OR_CONFIG]", help="Hub id, folder or config.json: compute a step's cost."),
+    ] = None,
     model: Model = None,
     text: Annotated[
         Path | None, typer.Option(help="Prompt; default: a needle prompt.", exists=True, dir_okay=False)
     ] = None,
     context: Context = 4096,
+    batch: Annotated[int, typer.Option(min=1, help="Rows, for MODEL_OR_CONFIG.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs, for MODEL_OR_CONFIG.")] = 1,
     bits: Bits = None,
     policy: PolicyName = "auto",
     plot: PlotFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Run one prompt and show entropy, attention mass, error and tier of every layer, head and side.
+    """Run one prompt and show entropy, attention mass, error and tier of every layer, head and side; or compute.
 
     Example: hf-subbyte-moe explain --context 4096 --policy entropy
+
+    Example: hf-subbyte-moe explain mistralai/Mixtral-8x22B-v0.1 --context 131072 --batch 4 --gpus 8
     """
     console = Console()
+    if shape is not None:
+        if model is not None or text is not None or plot is not None:
+            raise ValueError(
+                "explain MODEL_OR_CONFIG computes without weights: --model, --text and --plot need a prompt"
+            )
+        explain_shape(shape, context, batch, gpus, bits, json_file, console)
+        return
     loaded, tokenizer = load_model(model)
     if text is None:
         ids = needle_prompt(tokenizer, context, seed=0, depth=0.35).ids

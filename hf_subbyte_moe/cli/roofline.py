@@ -1,0 +1,64 @@
+"""``hf-subbyte-moe explain MODEL_OR_CONFIG``: what a decode step must cost, computed without weights."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from hf_subbyte_moe.config import DEFAULT_BITS
+from hf_subbyte_moe.roofline import H200, Shape, Step, read_config, shape_of, steps
+
+
+_GB = 1e9
+
+
+def _shape_line(shape: Shape) -> str:
+    experts = f", {shape.top_k} of {shape.experts} experts in {shape.moe_layers} layers" if shape.experts else ""
+    return (
+        f"{shape.name}: {shape.parameters / 1e9:.1f} billion parameters, {shape.active_parameters / 1e9:.1f} a token"
+        f"{experts}; weights {shape.total_bytes / _GB:.1f} GB"
+    )
+
+
+def _step_table(made: tuple[Step, ...]) -> Table:
+    first = made[0]
+    table = Table(
+        title=f"one decode step at least: {first.batch} rows of {first.context:,} tokens on {first.gpus} {H200.name}",
+        title_justify="left",
+    )
+    for name in ("cache", "weights a GPU", "cache a GPU", "fits", "weights read", "cache read", "sent a GPU"):
+        table.add_column(name, justify="right")
+    for name in ("ms", "of it links"):
+        table.add_column(name, justify="right")
+    for step in made:
+        table.add_row(
+            "bf16" if step.bits is None else f"{step.bits:g} bits",
+            f"{step.weights_a_gpu / _GB:.1f} GB",
+            f"{step.cache_a_gpu / _GB:.2f} GB",
+            "yes" if step.fits else "no",
+            f"{step.weights_read / _GB:.2f} GB",
+            f"{step.cache_read / _GB:.2f} GB",
+            f"{step.sent_a_gpu / 1e6:.2f} MB",
+            f"{step.ms:.2f}",
+            f"{step.link_ms:.2f}",
+        )
+    return table
+
+
+def explain_shape(
+    name: str, context: int, batch: int, gpus: int, bits: float | None, json_file: Path | None, console: Console
+) -> None:
+    """Print the floor of one decode step, with a plain and with a packed cache."""
+    shape = shape_of(read_config(name), name)
+    made = steps(shape, context, batch, gpus, DEFAULT_BITS if bits is None else bits)
+    console.print(_shape_line(shape), highlight=False)
+    console.print(_step_table(made))
+    console.print(
+        f"computed, not measured: every byte is read once, at {H200.memory_rate / 1e12:.2f} TB/s; no launches"
+    )
+    if json_file is not None:
+        numbers = {"model": asdict(shape), "steps": [{**asdict(step), "ms": step.ms} for step in made]}
+        json_file.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+        console.print(f"numbers written to {json_file}")
