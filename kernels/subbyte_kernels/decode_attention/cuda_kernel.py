@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from subbyte_kernels import nvrtc
@@ -295,6 +296,13 @@ def _is_multiple(states: Tensor, unit: int) -> bool:
     return not any(place % unit for place in (states.data_ptr(), *(2 * stride for stride in states.stride()[:-1])))
 
 
+def list_blocks(plan: Plan, costs: NDArray[np.float64], variant: _Variant, heads: int) -> NDArray[np.int32]:
+    """``[blocks, 8]``: what each block of a launch does, as the kernel reads it; the longest blocks first."""
+    slots = nvrtc.device_limits(variant.device)[0] * variant.config.blocks_per_sm
+    made = cut_rows(costs, heads, slots, variant.config.warps)
+    return np.column_stack((made, union_of_blocks(made, plan.tables_of_tiles(), heads)))
+
+
 class _Launch:
     """A call that passed the checks, for any tensors of its layout."""
 
@@ -314,18 +322,7 @@ class _Launch:
         if variant is None:
             raise ValueError("the tables of so many tiers do not fit into shared memory with this configuration")
         self._device = variant.device
-        multiprocessors = nvrtc.device_limits(self._device)[0]
-        costs = None if splits else plan.unit_costs()
-        work = 0  # address of a list of blocks where units cost differently
-        if costs is not None:
-            slots = multiprocessors * variant.config.blocks_per_sm
-            made = cut_rows(costs, heads, slots, variant.config.warps)
-            tables = union_of_blocks(made, plan.tables_of_tiles(), heads)
-            work = plan.upload(np.column_stack((made, tables)))
-            blocks, splits, self._grid = len(made), 1, (len(made), 1, 1)
-        else:
-            splits = splits or choose_splits(pairs, plan.count, variant.config, multiprocessors)
-            blocks, self._grid = pairs * splits, (splits, heads, batch)
+        work, blocks, splits, self._grid = self._cut(plan, variant, (batch, heads), splits)
         self._kernel = _kernel(variant)
         self._output_shape = (batch, query_heads, 1, dim)
         queries = 4 * variant.quads
@@ -341,6 +338,23 @@ class _Launch:
         self._shared: dict[int, bytes] = {}  # stream -> addresses of what its calls share
         self._captured: dict[tuple[int, int], bytes] = {}  # the same for a stream that captures a graph
         self._held: list[tuple[Tensor, ...]] = []  # what these addresses point into
+
+    def _cut(
+        self, plan: Plan, variant: _Variant, pairs: tuple[int, int], splits: int | None
+    ) -> tuple[int, int, int, tuple[int, int, int]]:
+        """Cut rows and heads into blocks.
+
+        Returns:
+            Address of a list of blocks where units cost differently, else 0; blocks; splits; grid.
+        """
+        batch, heads = pairs
+        multiprocessors = nvrtc.device_limits(variant.device)[0]
+        costs = None if splits else plan.unit_costs()
+        if costs is not None:
+            work = list_blocks(plan, costs, variant, heads)
+            return plan.upload(work), len(work), 1, (len(work), 1, 1)
+        splits = splits or choose_splits(batch * heads, plan.count, variant.config, multiprocessors)
+        return 0, batch * heads * splits, splits, (splits, heads, batch)
 
     def _share(self, stream: int) -> bytes:
         """Addresses of what the calls of a stream share, or of those that one CUDA graph captures on it."""

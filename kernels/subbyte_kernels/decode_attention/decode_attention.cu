@@ -838,6 +838,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
     if (p.work) {
         const int4 where = __ldg(p.work + 2 * blockIdx.x), what = __ldg(p.work + 2 * blockIdx.x + 1);
         row = where.x;
+        if (row < 0) return;  // a list of fixed length may end earlier
         head = where.y;
         split = where.z;
         splits = where.w;
