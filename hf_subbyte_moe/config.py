@@ -261,8 +261,45 @@ class ExpertsConfig:
         """Whether experts are anywhere but with the rest of the model."""
         return self.placement != "gpu"
 
+    @property
+    def wants_sidecar(self) -> bool:
+        """Whether a sidecar of the model's own would be read."""
+        return self.moves and self.sidecar is None and self.prefetch in (AUTO, "head")
+
     @classmethod
     def from_dict(cls, options: Mapping[str, Any], section: str = "experts") -> "ExpertsConfig":
+        """Read options; missing keys take their defaults.
+
+        Raises:
+            ValueError: an unknown key, a wrong type or an impossible value.
+        """
+        if not isinstance(options, Mapping):
+            raise ValueError(f"{section} must be a dictionary, not {options!r}")
+        _reject_unknown(section, options, [field.name for field in fields(cls)])
+        return cls(**options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options that differ from their defaults, as JSON values."""
+        return {key: value for key, value in asdict(self).items() if value != getattr(type(self), key)}
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How single tokens are computed.
+
+    Attributes:
+        cuda_graph: ``"auto"`` (the whole step is captured once and replayed, where that is possible), ``True`` (or it
+            is an error) or ``False``.
+    """
+
+    cuda_graph: bool | str = AUTO
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cuda_graph, bool) and self.cuda_graph != AUTO:
+            raise _fail("cuda_graph", self.cuda_graph, f"{AUTO!r}, true or false")
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any], section: str = "decode") -> "DecodeConfig":
         """Read options; missing keys take their defaults.
 
         Raises:
@@ -286,11 +323,13 @@ class SubByteConfig:
         kv_cache: the cache, or None to leave it to Transformers.
         routing: how tokens find their experts, or None to leave it to the model.
         experts: where experts live, or None to leave them where they are.
+        decode: how single tokens are computed, or None for one launch after the other.
     """
 
     kv_cache: KVCacheConfig | None = None
     routing: RoutingConfig | None = None
     experts: ExpertsConfig | None = None
+    decode: DecodeConfig | None = None
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> "SubByteConfig":
@@ -307,10 +346,12 @@ class SubByteConfig:
         if not _is_int(version) or not 1 <= version <= CONFIG_VERSION:
             raise _fail("version", version, f"this release reads versions 1 to {CONFIG_VERSION}")
         kv_cache, routing, experts = options.get("kv_cache"), options.get("routing"), options.get("experts")
+        decode = options.get("decode")
         return cls(
             kv_cache=None if kv_cache is None else KVCacheConfig.from_dict(kv_cache),
             routing=None if routing is None else RoutingConfig.from_dict(routing),
             experts=None if experts is None else ExpertsConfig.from_dict(experts),
+            decode=None if decode is None else DecodeConfig.from_dict(decode),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -322,4 +363,6 @@ class SubByteConfig:
             options["routing"] = self.routing.to_dict()
         if self.experts is not None:
             options["experts"] = self.experts.to_dict()
+        if self.decode is not None:
+            options["decode"] = self.decode.to_dict()
         return options

@@ -2,7 +2,7 @@
 
 ``apply`` checks the options, keeps them in ``model.config.hf_subbyte_moe`` (so ``save_pretrained`` publishes them) and
 puts our attention function in front of the model's own, which it calls for every cache that is not ours, and our
-choice of experts in front of its routers'.
+choice of experts in front of its routers', and puts experts where the options say.
 """
 
 from collections.abc import Mapping
@@ -19,6 +19,8 @@ from hf_subbyte_moe.cache import (
     refuse_unsupported,
 )
 from hf_subbyte_moe.config import SubByteConfig
+from hf_subbyte_moe.decode import graph_steps, run_eagerly
+from hf_subbyte_moe.experts import Loading, bring_back, place, plan
 from hf_subbyte_moe.routing import choose_clusters, release, steer
 
 
@@ -62,13 +64,18 @@ def _is_marked(model: PreTrainedModel) -> bool:
     return any(hasattr(module, PREVIOUS_ATTRIBUTE) for module in model.modules())
 
 
-def apply(model: PreTrainedModel, config: Mapping[str, Any] | SubByteConfig | None = None) -> PreTrainedModel:
+def apply(
+    model: PreTrainedModel,
+    config: Mapping[str, Any] | SubByteConfig | None = None,
+    loading: Loading | None = None,
+) -> PreTrainedModel:
     """Switch this package on for one model.
 
     Args:
         model: any causal language model that the parts in ``config`` support.
-        config: ``{"kv_cache": {...}, "routing": {...}}`` or a :class:`SubByteConfig`; None means the options in the
-            model's config, or the default cache where it has none.
+        config: ``{"kv_cache": {...}, "routing": {...}, "experts": {...}}`` or a :class:`SubByteConfig`; None means
+            the options in the model's config, or the default cache where it has none.
+        loading: how ``from_pretrained`` loaded it, where experts go elsewhere.
 
     Returns:
         The same model.
@@ -80,6 +87,7 @@ def apply(model: PreTrainedModel, config: Mapping[str, Any] | SubByteConfig | No
         config = getattr(model.config, CONFIG_KEY, None) or {"kv_cache": {}}
     options = config if isinstance(config, SubByteConfig) else SubByteConfig.from_dict(config)
     clusters = None if options.routing is None else choose_clusters(model, options.routing)
+    placed = None if options.experts is None else plan(model, options.experts, loading)
     if options.kv_cache is not None:
         refuse_unsupported(model.config.get_text_config(decoder=True))
         use_packed_attention(model)
@@ -87,12 +95,20 @@ def apply(model: PreTrainedModel, config: Mapping[str, Any] | SubByteConfig | No
         release(model)
     else:
         steer(model, options.routing, clusters)
+    if placed is None:
+        bring_back(model)
+    else:
+        place(model, placed, loading)
+    if options.decode is None:
+        run_eagerly(model)
+    else:
+        graph_steps(model, options.decode)
     setattr(model.config, CONFIG_KEY, options.to_dict())
     return model
 
 
 def restore(model: PreTrainedModel) -> PreTrainedModel:
-    """Take :func:`apply`, and what ``generate`` did, back: attention function, routers, marks and options.
+    """Take :func:`apply`, and what ``generate`` did, back: attention function, routers, experts, marks and options.
 
     Returns:
         The same model.
@@ -105,6 +121,8 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
             if model.config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME:
                 model.set_attn_implementation(previous)
     release(model)
+    bring_back(model)
+    run_eagerly(model)
     for owner, attribute in ((model.config, CONFIG_KEY), (model, STATISTICS_ATTRIBUTE)):
         if attribute in vars(owner):
             delattr(owner, attribute)

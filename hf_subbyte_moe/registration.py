@@ -11,16 +11,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.generation import configuration_utils
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import sdpa_mask
+from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file
 
 from hf_subbyte_moe.cache import ATTENTION_NAME, CACHE_NAME, EntropySubbyteCache, register_attention
 from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.config import AUTO, CALIBRATED, SubByteConfig
+from hf_subbyte_moe.experts import PREDICTOR_SIDECAR_NAME, Loading, remember_predictor_sidecar
 from hf_subbyte_moe.patching import CONFIG_KEY, apply, model_options, remember_cache, use_packed_attention
 from hf_subbyte_moe.policy import SIDECAR_NAME, remember_sidecar
 from hf_subbyte_moe.routing import ROUTING_SIDECAR_NAME, remember_routing_sidecar
@@ -175,6 +183,8 @@ def _bring_sidecars(model: Any, options: SubByteConfig, hub: dict[str, Any]) -> 
         _bring(name, SIDECAR_NAME, hub, remember_sidecar)
     if options.routing is not None and options.routing.sidecar is None and options.routing.needs_clusters:
         _bring(name, ROUTING_SIDECAR_NAME, hub, remember_routing_sidecar)
+    if options.experts is not None and options.experts.wants_sidecar:
+        _bring(name, PREDICTOR_SIDECAR_NAME, hub, remember_predictor_sidecar)
 
 
 def _bring(name: str, file: str, hub: dict[str, Any], remember: Callable[[str, Path], None]) -> None:
@@ -190,17 +200,51 @@ def _bring(name: str, file: str, hub: dict[str, Any], remember: Callable[[str, P
         remember(name, Path(path))
 
 
+def _loading_of(
+    cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: SubByteConfig | None
+) -> Loading | None:
+    """How a model is to be loaded whose experts will be elsewhere; None where they stay with it."""
+    name = kwargs.get("pretrained_model_name_or_path", args[0] if args else None)
+    config = kwargs.get("config")
+    if options is None:
+        own = getattr(config, CONFIG_KEY, None) if isinstance(config, PreTrainedConfig) else _options_of(name, kwargs)
+        options = SubByteConfig.from_dict(own or {})
+    if options.experts is None or not options.experts.moves:
+        return None
+    if not isinstance(config, PreTrainedConfig):
+        config = cls.config_class.from_pretrained(name, **{key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs})
+    return Loading(cls, config, options.experts, kwargs)
+
+
+def _options_of(name: Any, kwargs: dict[str, Any]) -> Any:
+    """Our key in a model's config.json; None where there is no such file."""
+    hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
+    if name is None or not cached_file(
+        name,
+        CONFIG_NAME,
+        **hub,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    ):
+        return None
+    return PreTrainedConfig.get_config_dict(name, **hub)[0].get(CONFIG_KEY)
+
+
 def _wrap_from_pretrained(original: Any) -> Any:
     @functools.wraps(original)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         options = kwargs.pop(CONFIG_KEY, None)
         if options is not None:
             options = SubByteConfig.from_dict(options)
+        loading = _loading_of(cls, args, kwargs, options)
         loaded = original(cls, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if loading is not None:
+            loading.finish(model)
         if options is not None or getattr(model.config, CONFIG_KEY, None):
             _bring_sidecars(model, options or model_options(model.config), kwargs)
-            apply(model, options)
+            apply(model, options, loading)
         return loaded
 
     setattr(from_pretrained, _MARK, original)

@@ -73,6 +73,19 @@ def find_routers(model: PreTrainedModel) -> list[RouterPlace]:
     return places
 
 
+def experts_of_router(model: PreTrainedModel, place: RouterPlace) -> nn.Module:
+    """The module that holds the experts a router chooses from.
+
+    Raises:
+        ValueError: there is none beside it that takes (hidden states, indices, weights).
+    """
+    block: Any = model.get_submodule(place.name.rpartition(".")[0])
+    experts = getattr(block, "experts", None)
+    if not isinstance(experts, nn.Module) or isinstance(experts, nn.ModuleList):
+        raise ValueError(f"the experts of {place.name} are not beside it in one module, as one would need it")
+    return experts
+
+
 def native_groups(router: nn.Module) -> int:
     """How many groups the router itself restricts tokens to some of; 1 where it does not."""
     groups, kept = getattr(router, "num_group", None), getattr(router, "topk_group", None)

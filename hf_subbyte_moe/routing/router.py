@@ -7,6 +7,8 @@ knows where the layer before sent each token.
 Gives up: a token's place is followed within one forward pass only, and where layers see the same tokens.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -169,6 +171,30 @@ class SteeredRouter(nn.Module):
         indices = ranking.sort(dim=-1, descending=True, stable=True).indices[:, : state.top_k]  # ties as arg-max does
         jitter: Any = self.router_jitter_noise
         return logits, sparsemixer_weights(logits, indices, jitter), indices
+
+
+def own_class(router: nn.Module) -> type[nn.Module]:
+    """The class that the model gave a router."""
+    return type(router).__mro__[2] if isinstance(router, SteeredRouter) else type(router)
+
+
+def follows_tokens(router: nn.Module) -> bool:
+    """Whether a router's choice depends on where the layer before sent each token."""
+    return isinstance(router, SteeredRouter) and router._hf_subbyte_moe_routing.config.mode == "soft"
+
+
+@contextmanager
+def unsteered_trail(router: nn.Module) -> Iterator[None]:
+    """Ask a router out of its turn: where tokens are remembered to be stays as it is."""
+    if not isinstance(router, SteeredRouter):
+        yield
+        return
+    trail = router._hf_subbyte_moe_routing.trail
+    before = (trail.layer, trail.place)
+    try:
+        yield
+    finally:
+        trail.layer, trail.place = before
 
 
 def isinstance_of_sparsemixer(router: nn.Module) -> bool:

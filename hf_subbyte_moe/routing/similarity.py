@@ -3,13 +3,11 @@
 Source: similarity of outputs, HC-SMoE (ICML 2025); similarity of weights, the first seed document.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_subbyte_moe.routing.families import RouterPlace, find_routers
+from hf_subbyte_moe.routing.families import experts_of_router, find_routers
 
 
 def weight_similarity(model: PreTrainedModel) -> Tensor:
@@ -46,16 +44,3 @@ def output_similarity(model: PreTrainedModel, states: list[Tensor]) -> Tensor:
         stacked = torch.stack(outputs)  # [E, S, H]
         found.append(torch.einsum("esh,fsh->ef", stacked, stacked).double().cpu() / len(hidden))
     return torch.stack(found)
-
-
-def experts_of_router(model: PreTrainedModel, place: RouterPlace) -> nn.Module:
-    """The module that holds the experts a router chooses from.
-
-    Raises:
-        ValueError: there is none beside it that takes (hidden states, indices, weights).
-    """
-    block: Any = model.get_submodule(place.name.rpartition(".")[0])
-    experts = getattr(block, "experts", None)
-    if not isinstance(experts, nn.Module) or isinstance(experts, nn.ModuleList):
-        raise ValueError(f"the experts of {place.name} are not beside it in one module, so they cannot be compared")
-    return experts

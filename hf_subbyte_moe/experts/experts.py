@@ -1,0 +1,429 @@
+"""A model's experts run out of slots: each experts module becomes an instance of a subclass of its class.
+
+The subclass finds which experts a call needs, has them brought, and calls the model's own forward with a stand-in for
+the module whose weights are slots. So whatever experts function the model's configuration names (``eager``,
+``batched_mm``, ``grouped_mm``, one that was registered) computes, at decode the one that ``generate`` switches to, and
+the result is the resident model's bit for bit. A registered function that reads slots by number, as ``batched_mm``
+does, joins ``SLOT_READERS``; others get the experts that they need side by side.
+
+Parameters stay where a state dict finds them, as views of the bank in host memory.
+
+Gives up: gradients, copies of the model, and a change of dtype while experts are away.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from hf_subbyte_moe.config import OFF
+from hf_subbyte_moe.experts.counters import Counters
+from hf_subbyte_moe.experts.governor import Governor, Pace
+from hf_subbyte_moe.experts.link import CudaLink, DirectLink, Link
+from hf_subbyte_moe.experts.predictor import GATE, Predictor, StaleGate, States
+from hf_subbyte_moe.experts.prefetcher import Prefetcher
+from hf_subbyte_moe.experts.residency import SlotPool
+from hf_subbyte_moe.experts.streaming import LayerStream
+from hf_subbyte_moe.experts.weights import Bank, SlabLayout
+
+
+STATE = "_hf_subbyte_moe_experts"
+SLOT_READERS = {"batched_mm"}  # experts functions that index weights by the numbers they are given
+_EAGER = "eager"
+_FEW_TOKENS = 16  # more are a prompt, which prediction does not serve
+
+
+class StandIn:
+    """An experts module whose weights are somewhere else.
+
+    Args:
+        module: the module; everything but its weights is its own.
+        weights: by name.
+        count: experts that the weights hold.
+    """
+
+    def __init__(self, module: nn.Module, weights: dict[str, Any], count: int) -> None:
+        self.__dict__.update(weights)
+        self._module = module
+        self.num_experts = count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_module"], name)
+
+
+class ByExpert:
+    """A weight in slots that is asked for by expert, one at a time.
+
+    Args:
+        slots: ``[S, *shape]``.
+        where: slot of every expert.
+    """
+
+    def __init__(self, slots: Tensor, where: Callable[[int], int]) -> None:
+        self._slots, self._where = slots, where
+
+    def __getitem__(self, expert: Any) -> Tensor:
+        return self._slots[self._where(int(expert))]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_slots"], name)
+
+
+class Device:
+    """What lives on one device: slots, their map, and the ways to fill them.
+
+    Args:
+        device: the device.
+        bank: where slabs come from.
+        slots: how many.
+        experts: of every layer.
+        layers: how many.
+        counters: what is counted.
+        link: to the device; None makes the usual one.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        bank: Bank,
+        slots: int,
+        experts: int,
+        layers: int,
+        counters: Counters,
+        link: Link | None = None,
+    ) -> None:
+        self.device, self.layers, self.experts = device, layers, experts
+        layout = bank.layout
+        self.slots = torch.empty(slots, layout.elements, dtype=layout.dtype, device=device)
+        self.views = layout.views(self.slots)
+        on_gpu = device.type == "cuda"
+        self._host_map = torch.full((layers, experts), -1, dtype=torch.int32, pin_memory=on_gpu)
+        self.map = self._host_map.to(device, copy=True)  # [L, E] slot of every expert
+        self.pool = SlotPool(slots, self._host_map.view(-1).numpy())
+        if link is None:
+            link = DirectLink()
+            if on_gpu:
+                link = CudaLink(device)
+                link.measure(bank.slab(0, 0), self.slots[0])
+        self.link = link
+        self.prefetcher = Prefetcher(bank, self.pool, self.slots, link, experts, counters)
+        self.stream = LayerStream(bank, self.pool, self.slots, link, experts, layers, counters)
+        self.pace = Pace(layers, link.speed)
+
+    def slots_of(self, layer: int, index: Tensor) -> Tensor:
+        """Slots of a layer's experts, ``index`` being their numbers on the device."""
+        row = self.map[layer]
+        row.copy_(self._host_map[layer], non_blocking=True)
+        return row[index]
+
+    def row(self, layer: int) -> Any:
+        """Slot of every expert of a layer, on the host."""
+        return self._host_map[layer]
+
+
+class Engine:
+    """All experts of one model.
+
+    Args:
+        bank: where slabs come from.
+        slots: how many experts the device holds.
+        experts: of every layer.
+        top_k: experts that a token uses.
+        layers: MoE layers.
+        predictors: that the governor may choose from.
+        states: what enters the layers' norms; None where no predictor reads them.
+    """
+
+    def __init__(
+        self,
+        bank: Bank,
+        slots: int,
+        experts: int,
+        top_k: int,
+        layers: int,
+        predictors: Sequence[Predictor] = (),
+        states: States | None = None,
+    ) -> None:
+        self.bank, self.slots, self.experts, self.top_k, self.layers = bank, slots, experts, top_k, layers
+        self.counters = Counters(layers)
+        self.states = states
+        self.make_link: Callable[[], Link] | None = None  # tests put slow ones here
+        self._on: Device | None = None
+        bank.drain = self._drain
+        self.use_predictors(predictors)
+
+    def use_predictors(self, predictors: Sequence[Predictor]) -> None:
+        """Let the governor choose among these and none."""
+        self.predictors = {predictor.name: predictor for predictor in predictors}
+        self.governor = Governor([OFF, *self.predictors])
+        self._predictor: Predictor | None = None
+        self._foretold: list[int] | None = None
+        self._step: tuple[float, int] | None = None
+        if self.states is not None:
+            self.states.wanted = GATE in self.predictors
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ValueError("experts are placed outside the model: hf_subbyte_moe.restore(model) before it is copied")
+
+    def __reduce__(self) -> NoReturn:
+        raise ValueError("experts are placed outside the model: hf_subbyte_moe.restore(model) before it is pickled")
+
+    @property
+    def link_speed(self) -> float | None:
+        """Bytes a second to the device; None before it is known."""
+        return self._on.link.speed if self._on is not None else None
+
+    def on(self, device: torch.device) -> Device:
+        """What lives on a device; a model that moved leaves its slots behind."""
+        if self._on is None or self._on.device != device:
+            self.forget()
+            link = None if self.make_link is None else self.make_link()
+            self._on = Device(device, self.bank, self.slots, self.experts, self.layers, self.counters, link)
+        return self._on
+
+    def forget(self) -> None:
+        """Nothing is in slots any more."""
+        self._drain()
+        self._on = None
+
+    def _drain(self) -> None:
+        if self._on is not None:
+            self._on.link.drain()
+
+    def run(self, layer: int, module: "PlacedExperts", hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Compute one layer's experts.
+
+        Args:
+            layer: number of the MoE layer.
+            module: its experts.
+            hidden: ``[N, H]``.
+            index: ``[N, K]`` experts of every token.
+            weights: ``[N, K]`` of their outputs.
+
+        Returns:
+            ``[N, H]``.
+        """
+        if index.numel() == 0:
+            return torch.zeros_like(hidden)
+        device = self.on(hidden.device)
+        few = hidden.shape[0] <= _FEW_TOKENS
+        predicted = self._enqueue_prediction(layer, hidden, index, device) if few else None
+        try:
+            chosen = device.link.read([index] if predicted is None else [index, predicted])
+            now = time.perf_counter()
+            needed = sorted(set(chosen[0]))
+            device.pace.chose(layer, now)
+            if layer == 0:
+                self._begin_step(now, hidden.shape[0] if few else 0, device)
+            self._score_prediction(layer, needed if few else [])
+            if len(needed) <= min(self.slots, max(self.top_k, self.experts // 2)):
+                if device.stream.active:
+                    device.stream.close()
+                copied = device.prefetcher.demand(layer, needed)
+                if few:
+                    self._foretell(layer, needed, chosen[1:], copied, device)
+                device.pace.asked(layer, now, copied)
+                return self._from_slots(layer, module, hidden, index, weights, needed, device)
+            device.prefetcher.give_all_up()
+            rows = device.stream.bring(layer, needed)
+        except BaseException:
+            self.abandon(device)
+            raise
+        stand_in = StandIn(module, self.bank.layout.views(rows), self.experts)
+        return module.own_forward(stand_in, hidden, index, weights)
+
+    def abandon(self, device: Device) -> None:
+        """A call failed half way: what is not whole is not known."""
+        self._foretold, self._step = None, None
+        device.stream.abandon()
+        device.prefetcher.give_all_up()
+
+    def _from_slots(
+        self,
+        layer: int,
+        module: "PlacedExperts",
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        needed: list[int],
+        device: Device,
+    ) -> Tensor:
+        name = module.config._experts_implementation
+        if name in SLOT_READERS:
+            where = device.slots_of(layer, index)
+            return module.own_forward(StandIn(module, device.views, self.slots), hidden, where, weights)
+        row = device.row(layer)
+        if name == _EAGER or name is None:
+            held = {part: ByExpert(view, row.__getitem__) for part, view in device.views.items()}
+            return module.own_forward(StandIn(module, held, self.experts), hidden, index, weights)
+        # side by side, in the order of their numbers, as in a layer that has no others
+        slots = row[needed].long().to(hidden.device, non_blocking=True)
+        place = torch.zeros(self.experts, dtype=torch.int64)
+        place[needed] = torch.arange(len(needed))
+        beside = self.bank.layout.views(device.slots[slots])
+        renamed = place.to(hidden.device)[index]
+        return module.own_forward(StandIn(module, beside, len(needed)), hidden, renamed, weights)
+
+    def _enqueue_prediction(self, layer: int, hidden: Tensor, index: Tensor, device: Device) -> Tensor | None:
+        predictor = self._predictor
+        if predictor is None or device.pace.budget(layer) <= 0:
+            return None
+        if isinstance(predictor, StaleGate):
+            predictor.check(layer, index)
+        return predictor.enqueue(layer, hidden)
+
+    def _foretell(self, layer: int, needed: list[int], read: list[list[int]], copied: int, device: Device) -> None:
+        for predictor in self.predictors.values():
+            predictor.saw(layer, needed)
+        chooser = self._predictor
+        if chooser is None:
+            return
+        likely = list(dict.fromkeys(read[0])) if read else chooser.known(layer)
+        if not likely:
+            return
+        following = (layer + 1) % self.layers
+        self._foretold = likely
+        budget = device.pace.budget(layer)
+        keep = {layer * self.experts + expert for expert in needed}
+        device.prefetcher.foretell(following, likely, budget, keep)
+
+    def _score_prediction(self, layer: int, needed: list[int]) -> None:
+        if self._foretold is None or not needed:
+            self._foretold = None
+            return
+        named = set(self._foretold)
+        right = len(named & set(needed))
+        self.counters.predicted(layer, len(named), right, named >= set(needed))
+        self._foretold = None
+
+    def _begin_step(self, now: float, tokens: int, device: Device) -> None:
+        """A token begins: the one before it says how long its way took."""
+        self.counters.stall_seconds += device.link.stalled()
+        if self._step is not None and tokens and self._step[1] == tokens:
+            self.governor.took(now - self._step[0])
+        self._step = (now, tokens) if tokens else None
+        self._predictor = self.predictors.get(self.governor.way) if tokens else None
+
+
+class _Untrained(torch.autograd.Function):
+    """Lets a graph pass, and refuses to go back through it."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *inputs: Tensor) -> Tensor:
+        """The result."""
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
+        """Refuse."""
+        raise ValueError("experts outside the model have no gradients: hf_subbyte_moe.restore(model) before training")
+
+
+class PlacedExperts(nn.Module):
+    """In front of an experts module's own class: the same experts, brought when they are needed."""
+
+    config: Any
+    _hf_subbyte_moe_experts: tuple[Engine, int]
+
+    @property
+    def own_forward(self) -> Callable[..., Tensor]:
+        """The forward of the model's class, to be called with a stand-in for the module."""
+        own: Any = type(self).__mro__[2]
+        return own.forward  # type: ignore[no-any-return]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """``[N, H]`` of ``[N, H]`` states, ``[N, K]`` experts and their weights."""
+        engine, layer = self._hf_subbyte_moe_experts
+        with torch.no_grad():
+            found = engine.run(layer, self, hidden_states, top_k_index, top_k_weights)
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+            found = _Untrained.apply(found, hidden_states, top_k_weights)  # type: ignore[no-untyped-call]
+        return found
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Move what is not in slabs; slots follow the hidden states."""
+        engine, _ = self._hf_subbyte_moe_experts
+        refuse_conversion(fn, engine.bank.layout)
+        names = [part.name for part in engine.bank.layout.parts]
+        held = dict(self._parameters)
+        for name in names:
+            del self._parameters[name]
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self._parameters.update({name: self._parameters.get(name, held[name]) for name in held})
+        return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        engine, _ = self._hf_subbyte_moe_experts
+        if any(prefix + part.name in state_dict for part in engine.bank.layout.parts):
+            if not engine.bank.writable:
+                raise ValueError("experts lie in files: hf_subbyte_moe.restore(model) before weights are loaded")
+            engine.forget()
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def refuse_conversion(fn: Callable[[Tensor], Tensor], layout: SlabLayout) -> None:
+    """Refuse what would convert slabs.
+
+    Raises:
+        ValueError: ``fn`` changes the dtype, or takes weights away.
+    """
+    probe = fn(torch.empty(0, dtype=layout.dtype))
+    if probe.dtype != layout.dtype or probe.device.type == "meta":
+        wanted = probe.dtype if probe.dtype != layout.dtype else probe.device
+        raise ValueError(
+            f"experts outside the model stay {layout.dtype}: hf_subbyte_moe.restore(model) before it goes to {wanted}"
+        )
+
+
+class Guard:
+    """A model's ``_apply``, which refuses before anything has changed.
+
+    Args:
+        model: the model.
+        layout: of its slabs.
+    """
+
+    def __init__(self, model: nn.Module, layout: SlabLayout) -> None:
+        self._model, self._layout = model, layout
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """As ``nn.Module._apply``."""
+        refuse_conversion(fn, self._layout)
+        changed: nn.Module = type(self._model)._apply(self._model, fn, recurse)  # type: ignore[no-untyped-call]
+        return changed
+
+
+_SUBCLASSES: dict[type, type] = {}
+
+
+class Swap:
+    """Makes experts modules placed ones and back."""
+
+    subclasses: ClassVar[dict[type, type]] = _SUBCLASSES
+
+    @staticmethod
+    def put(experts: nn.Module, engine: Engine, layer: int) -> None:
+        """Place a module's experts; its parameters become views of the bank."""
+        own = type(experts)
+        if own not in _SUBCLASSES:
+            _SUBCLASSES[own] = type(f"Placed{own.__name__}", (PlacedExperts, own), {"__module__": __name__})
+        for name, weight in engine.bank.weights(layer).items():
+            trained = experts._parameters[name].requires_grad  # type: ignore[union-attr]
+            experts._parameters[name] = nn.Parameter(weight, requires_grad=trained)
+        experts.__class__ = _SUBCLASSES[own]
+        object.__setattr__(experts, STATE, (engine, layer))
+
+    @staticmethod
+    def take_back(experts: nn.Module, device: torch.device) -> None:
+        """Give a module its class, and weights of its own on a device."""
+        engine, layer = getattr(experts, STATE)
+        for name, weight in engine.bank.weights(layer).items():
+            own = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+            trained = experts._parameters[name].requires_grad  # type: ignore[union-attr]
+            experts._parameters[name] = nn.Parameter(own.copy_(weight), requires_grad=trained)
+        delattr(experts, STATE)
+        experts.__class__ = type(experts).__mro__[2]

@@ -1,0 +1,170 @@
+"""The way between host and device: what the device chose comes up, slabs go down.
+
+Copies run in order, on a stream of their own. A ticket marks a place in that order; the computation waits for tickets,
+the host never does. Once a layer the host waits for the device's choice of experts: everything that the computation
+was given before is done then, so slots that the layer itself does not use may be overwritten, and the copy stream
+waits for the same event.
+
+Without CUDA copies are done at once and tickets say nothing.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+_PROBE_BYTES = 1 << 28
+_UNLIMITED = float("inf")
+
+
+class Ticket:
+    """A place in the order of copies.
+
+    Attributes:
+        number: later tickets have larger ones.
+        event: of the copy stream; None without one.
+    """
+
+    __slots__ = ("event", "number")
+
+    def __init__(self, number: int, event: torch.cuda.Event | None) -> None:
+        self.number = number
+        self.event = event
+
+
+class Link(Protocol):
+    """Copies to a device, and its choices back."""
+
+    speed: float  # bytes a second
+
+    def read(self, tensors: Sequence[Tensor]) -> list[list[int]]:
+        """Whole numbers on the device, as lists; waits for them."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy after all that was asked before."""
+
+    def mark(self) -> Ticket:
+        """The end of the copies asked so far."""
+
+    def use(self, ticket: Ticket, timed: bool = False) -> None:
+        """Let the computation wait for a ticket; ``timed`` counts the wait as a stall."""
+
+    def stalled(self) -> float:
+        """Seconds that the computation waited since this was asked last, as far as they are known."""
+
+    def drain(self) -> None:
+        """Wait until every copy is done."""
+
+
+class DirectLink:
+    """Copies that are done when they are asked."""
+
+    def __init__(self) -> None:
+        self.speed = _UNLIMITED
+        self._tickets = 0
+        self._seconds = 0.0
+
+    def read(self, tensors: Sequence[Tensor]) -> list[list[int]]:
+        """Whole numbers as lists."""
+        return [tensor.flatten().tolist() for tensor in tensors]
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy."""
+        start = time.perf_counter()
+        target.copy_(source)
+        self._seconds += time.perf_counter() - start
+
+    def mark(self) -> Ticket:
+        """A number."""
+        self._tickets += 1
+        return Ticket(self._tickets, None)
+
+    def use(self, ticket: Ticket, timed: bool = False) -> None:
+        """Nothing to wait for."""
+
+    def stalled(self) -> float:
+        """Every copy was waited for."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def drain(self) -> None:
+        """Nothing is on its way."""
+
+
+class CudaLink:
+    """Copies on a stream of their own.
+
+    Args:
+        device: a CUDA device.
+        most: whole numbers that are read at a time, at least.
+    """
+
+    def __init__(self, device: torch.device, most: int = 4096) -> None:
+        self.device = device
+        self.speed = _UNLIMITED  # until it is measured
+        self.stream = torch.cuda.Stream(device)
+        self._read = torch.cuda.Event(enable_timing=True)
+        self._numbers = torch.empty(most, dtype=torch.int64, pin_memory=True)
+        self._tickets = 0
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def measure(self, source: Tensor, target: Tensor) -> None:
+        """Measure the speed with copies of one slab onto another."""
+        repeats = max(2, min(64, _PROBE_BYTES // max(1, source.nbytes)))
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.copy(target, source)
+        with torch.cuda.stream(self.stream):
+            first.record()
+            for _ in range(repeats):
+                target.copy_(source, non_blocking=True)
+            last.record()
+        last.synchronize()
+        self.speed = repeats * source.nbytes / (first.elapsed_time(last) * 1e-3)
+
+    def read(self, tensors: Sequence[Tensor]) -> list[list[int]]:
+        """One small copy for every tensor, and one wait."""
+        counts = [tensor.numel() for tensor in tensors]
+        if sum(counts) > self._numbers.numel():
+            self._numbers = torch.empty(2 * sum(counts), dtype=torch.int64, pin_memory=True)
+        parts = self._numbers[: sum(counts)].split(counts)
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.copy_(tensor.reshape(-1), non_blocking=True)
+        self._read = torch.cuda.Event(enable_timing=True)
+        self._read.record()
+        self.stream.wait_event(self._read)
+        self._read.synchronize()
+        return [part.tolist() for part in parts]
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Enqueue a copy."""
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+
+    def mark(self) -> Ticket:
+        """An event behind the copies."""
+        self._tickets += 1
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return Ticket(self._tickets, event)
+
+    def use(self, ticket: Ticket, timed: bool = False) -> None:
+        """The current stream waits."""
+        assert ticket.event is not None
+        torch.cuda.current_stream(self.device).wait_event(ticket.event)
+        if timed:
+            self._waits.append((self._read, ticket.event))
+
+    def stalled(self) -> float:
+        """From the choice of experts to the end of their copies, of waits that are over."""
+        milliseconds = 0.0
+        while self._waits and self._waits[0][1].query():
+            asked, done = self._waits.pop(0)
+            milliseconds += max(0.0, asked.elapsed_time(done))
+        return 1e-3 * milliseconds
+
+    def drain(self) -> None:
+        """Wait for the copy stream."""
+        self.stream.synchronize()

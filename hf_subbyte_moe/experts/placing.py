@@ -1,0 +1,287 @@
+"""Place a model's experts, and take them back.
+
+Gives up, by name: models that accelerate's hooks move, sharded experts, experts that Transformers' experts interface
+does not run.
+"""
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_subbyte_moe.config import AUTO, OFF, ExpertsConfig
+from hf_subbyte_moe.experts.experts import Engine, Guard, PlacedExperts, Swap
+from hf_subbyte_moe.experts.heads import Heads, find_sidecar
+from hf_subbyte_moe.experts.loading import Loading
+from hf_subbyte_moe.experts.memory import available_memory, refuse_too_large
+from hf_subbyte_moe.experts.predictor import (
+    GATE,
+    HEAD,
+    PREVIOUS,
+    Predictor,
+    PreviousToken,
+    StaleGate,
+    States,
+    TrainedHead,
+)
+from hf_subbyte_moe.experts.weights import Bank, DiskBank, HostBank, SlabLayout, write_files
+from hf_subbyte_moe.routing.families import RouterPlace, experts_of_router, find_routers
+
+
+_KEPT_SHARE = 0.5  # of free host memory, for slabs whose files are on disk
+_LEAST_KEPT = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :func:`place` will do, checked.
+
+    Attributes:
+        config: the options.
+        places: the model's routers.
+        modules: the experts of each.
+        slots: experts on the device at a time.
+        layout: of an expert's slab.
+        predictor: what foretells experts; "off" for nothing.
+        heads: for predictor "head".
+    """
+
+    config: ExpertsConfig
+    places: list[RouterPlace]
+    modules: list[nn.Module]
+    slots: int
+    layout: SlabLayout
+    predictor: str
+    heads: Heads | None
+
+    @property
+    def slabs(self) -> int:
+        """All experts."""
+        return len(self.places) * self.places[0].experts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all experts."""
+        return self.slabs * self.layout.nbytes
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine that runs a model's placed experts; None where they are where the model is."""
+    for module in model.modules():
+        if isinstance(module, PlacedExperts):
+            return module._hf_subbyte_moe_experts[0]
+    return None
+
+
+def plan(model: PreTrainedModel, config: ExpertsConfig, loading: Loading | None = None) -> Plan | None:
+    """Check whether a model's experts can be placed as the options say; changes nothing.
+
+    Args:
+        model: the model.
+        config: the options.
+        loading: how the model was loaded, where it was loaded for that.
+
+    Returns:
+        None where the options leave experts with the model.
+
+    Raises:
+        ValueError: they cannot; names what is in the way.
+    """
+    if not config.moves:
+        return None
+    places = find_routers(model)
+    modules = [experts_of_router(model, place) for place in places]
+    placed = engine_of(model)
+    if placed is None:
+        _refuse_moved(model)
+        for place, module in zip(places, modules, strict=True):
+            _refuse_experts(place, module, loading is not None and loading.experts_files is not None)
+    layout = SlabLayout.of(modules[0], places[0].experts) if placed is None else placed.bank.layout
+    if placed is None and any(SlabLayout.of(module, places[0].experts) != layout for module in modules):
+        raise ValueError(f"experts: layers of {type(model).__name__} differ in their experts' shapes")
+    slots = count_slots(config, len(places), places[0].experts, places[0].top_k)
+    predictor, heads = _choose_predictor(model, config, places)
+    return Plan(config, places, modules, slots, layout, predictor, heads)
+
+
+def count_slots(config: ExpertsConfig, layers: int, experts: int, top_k: int) -> int:
+    """How many slots the options ask for.
+
+    Raises:
+        ValueError: fewer than one token needs.
+    """
+    slots = config.gpu_slots if isinstance(config.gpu_slots, int) else int(config.gpu_slots * layers * experts)
+    if slots < top_k * layers:
+        raise ValueError(
+            f"gpu_slots={config.gpu_slots!r} is not possible: {slots} slots, and a token needs {top_k} in each of "
+            f"{layers} layers, {top_k * layers} in all"
+        )
+    return min(slots, layers * experts)
+
+
+def place(model: PreTrainedModel, planned: Plan, loading: Loading | None = None) -> None:
+    """Put experts where the plan says, and everything else on the GPU if there is one.
+
+    Args:
+        model: the model that was planned for.
+        planned: the plan.
+        loading: how the model was loaded, where it was loaded for that.
+    """
+    target = _target(model) if loading is None or loading.device is None else loading.device
+    before = engine_of(model)
+    if before is not None and not _same_bank(before.bank, planned.config):
+        bring_back(model, torch.device("cpu"))
+        before = None
+    if before is None:
+        bank = _bank(planned, loading, target.type == "cuda")
+        engine = Engine(bank, planned.slots, planned.places[0].experts, planned.places[0].top_k, len(planned.places))
+        for layer, module in enumerate(planned.modules):
+            Swap.put(module, engine, layer)
+        object.__setattr__(model, "_apply", Guard(model, planned.layout))
+        model.to(target)  # type: ignore[arg-type]
+    else:
+        engine = before
+        engine.forget()
+        engine.slots = planned.slots
+        if engine.states is not None:
+            engine.states.remove()
+    engine.states = None
+    predictors, engine.states = _predictors(model, planned)
+    engine.use_predictors(predictors)
+    engine.counters.reset()
+
+
+def bring_back(model: PreTrainedModel, device: torch.device | None = None) -> None:
+    """Give every module its experts back.
+
+    Args:
+        model: any model; one whose experts are with it stays as it is.
+        device: where the experts go; None means where the rest of the model is.
+    """
+    engine = engine_of(model)
+    if engine is None:
+        return
+    device = device or _device(model)
+    engine.forget()
+    if engine.states is not None:
+        engine.states.remove()
+    for module in model.modules():
+        if isinstance(module, PlacedExperts):
+            Swap.take_back(module, device)
+    del model.__dict__["_apply"]
+
+
+def _device(model: PreTrainedModel) -> torch.device:
+    embeddings: Any = model.get_input_embeddings()
+    device: torch.device = embeddings.weight.device
+    return device
+
+
+def _target(model: PreTrainedModel) -> torch.device:
+    device = _device(model)
+    if device.type == "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _same_bank(bank: Bank, config: ExpertsConfig) -> bool:
+    return isinstance(bank, DiskBank) == (config.placement == "disk")
+
+
+def _refuse_moved(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ValueError(
+            f"experts: accelerate's hooks move the weights of {name} (device_map with offload or several devices); "
+            "load it without device_map, or with one device"
+        )
+    if any(_is_sharded(weight) for weight in model.parameters()):
+        raise ValueError(f"experts: {name} is sharded over several processes; load it whole")
+
+
+def _is_sharded(weight: Any) -> bool:
+    return hasattr(weight, "device_mesh") or hasattr(weight, "_is_fsdp_flattened") or hasattr(weight, "ds_id")
+
+
+def _refuse_experts(place: RouterPlace, module: nn.Module, loaded_later: bool) -> None:
+    kind = type(module).__name__
+    if getattr(module, "_is_expert_parallel", False):
+        raise ValueError(f"experts: {kind} is split over several processes (expert parallel); load it whole")
+    if not hasattr(module, "has_gate") or not hasattr(module, "config"):
+        raise ValueError(f"experts: {kind} beside {place.name} is not run by Transformers' experts interface")
+    if not loaded_later and any(weight.device.type == "meta" for weight in module.parameters()):
+        raise ValueError(f"experts: the weights of {kind} beside {place.name} are not loaded")
+
+
+def _bank(planned: Plan, loading: Loading | None, pin: bool) -> Bank:
+    experts, layout, modules = planned.places[0].experts, planned.layout, planned.modules
+    names = [part.name for part in layout.parts]
+
+    def taken(module: nn.Module) -> Mapping[str, torch.Tensor]:
+        """A module's weights; what it keeps are placeholders, so that its memory is free when they are read."""
+        weights = {name: module._parameters[name] for name in names}
+        for name, weight in weights.items():
+            assert weight is not None
+            kept = nn.Parameter(weight.detach()[:0].clone(), requires_grad=weight.requires_grad)
+            module._parameters[name] = kept
+        return {name: weight.detach() for name, weight in weights.items() if weight is not None}
+
+    if planned.config.placement == "offload":
+        on_cpu = all(weight.device.type == "cpu" for module in modules for weight in module.parameters())
+        refuse_too_large(planned.nbytes // len(modules) if on_cpu else planned.nbytes, "the experts in host memory")
+        return HostBank([partial(taken, module) for module in modules], layout, experts, pin)
+    folder: Any
+    if loading is not None and loading.experts_files is not None:
+        files, folder = loading.experts_files, loading.folder
+    else:
+        folder = tempfile.TemporaryDirectory(prefix="hf-subbyte-moe-")
+        files = [write_files(Path(folder.name), layer, taken(module)) for layer, module in enumerate(modules)]
+    kept = int(_KEPT_SHARE * available_memory() / layout.nbytes)
+    kept = max(_LEAST_KEPT, min(planned.slabs, kept))
+    return DiskBank(files, layout, experts, kept, pin, folder)
+
+
+def _choose_predictor(
+    model: PreTrainedModel, config: ExpertsConfig, places: list[RouterPlace]
+) -> tuple[str, Heads | None]:
+    """What foretells a model's experts.
+
+    Raises:
+        ValueError: what the options name is not possible.
+    """
+    wanted = config.prefetch
+    if wanted in (OFF, PREVIOUS) or len(places) == 1:
+        return (OFF if len(places) == 1 else wanted), None
+    path = find_sidecar(model, config)
+    if wanted == HEAD and path is None:
+        raise ValueError('prefetch="head" needs a sidecar: hf-subbyte-moe calibrate --predictor writes one')
+    if path is not None and wanted in (HEAD, AUTO):
+        heads = Heads.load(path)
+        heads.check(model, places)
+        return HEAD, heads
+    try:
+        states = States(model, places)
+        states.remove()
+        StaleGate(places, states)
+    except ValueError:
+        if wanted == GATE:
+            raise
+        return PREVIOUS, None
+    return GATE, None
+
+
+def _predictors(model: PreTrainedModel, planned: Plan) -> tuple[list[Predictor], States | None]:
+    if planned.predictor == OFF:
+        return [], None
+    if planned.predictor == PREVIOUS:
+        return [PreviousToken(len(planned.places))], None
+    if planned.heads is not None:
+        return [TrainedHead(planned.heads.weights, planned.heads.biases, planned.places[0].top_k)], None
+    states = States(model, planned.places)
+    return [StaleGate(planned.places, states)], states
