@@ -111,7 +111,7 @@ def _packed(
 ) -> Tensor:
     """``[B, Sq, HQ, Dv]``: attention over exact tokens and packed tiles."""
     latent = isinstance(view, ExpandedView)
-    stored_query = absorb_query(module, query) if latent else query
+    stored_query = view.layer.rows.queries(absorb_query(module, query) if latent else query)
     tiles = view.layer.rows.packed() if view.layer.has_tiles else None
     backend = view.layer.backend
     if query.shape[2] > 1 and backend != "torch":  # not what the user chose a kernel for; some take a few tokens

@@ -128,6 +128,8 @@ class PackedRows:
 
     def pack_oldest(self, row: int, key: Tensor, value: Tensor) -> None:
         """Pack a row's oldest tile in the tiers that its prompt settled, or by prior knowledge."""
+        if self._balance(row, key):
+            key = self.codecs.balance.divided(key, row)
         if not self.settled[row]:
             first = int(self.store.counts[row])
             self._choose(row, [unmeasured(self._policy.tiers, self.heads, first, 1)], int(self.lengths[row]))
@@ -152,9 +154,17 @@ class PackedRows:
         if not ahead.left:
             self._ahead = None
             ahead = self._steps()
-        ahead.append(key_states, value_states)
+        ahead.append(self.codecs.balance.divided(key_states), value_states)
         ahead.layout = layout
         self.lengths = self.lengths + 1
+
+    def _balance(self, row: int, key: Tensor) -> bool:
+        """Before a row's first tiles: whether its keys ``[H, n, D]`` need factors, which it then has from now on."""
+        balance = self.codecs.balance
+        if self.store.counts[row] or not balance.fit(row, key):
+            return False
+        self.window.keys[row] = balance.divided(self.window.keys[row], row)
+        return True
 
     def _set_length(self, row: int, length: int) -> None:
         self.lengths = self.lengths.copy()
@@ -173,6 +183,8 @@ class PackedRows:
         sinks, held = self._config.sinks, int(self.lengths[row])
         length = held + key.shape[1]
         first, tiles = int(self.first_recent()[row]), int(self.store.counts[row])
+        balance = self.codecs.balance
+        key = balance.divided(key, row)
         more = max(0, self._tiles_due(length) - tiles)
         recent_key, recent_value = key[:, max(0, sinks - held) :], value[:, max(0, sinks - held) :]
         if held > first:
@@ -181,9 +193,12 @@ class PackedRows:
             recent_value = torch.cat([old_value, recent_value], dim=1)
         if more or (recent_key.shape[1] >= _MIN_REGION and not self.settled[row]):
             region = more * TILE_TOKENS if more else recent_key.shape[1]
+            if more and self._balance(row, recent_key[:, :region]):
+                key, recent_key = (balance.divided(states, row) for states in (key, recent_key))
             part = (recent_key[:, :region], recent_value[:, :region])
             self.codecs.fit(row, *part, freeze=more > 0)
             if queries is not None:
+                queries = balance.of_prompt(queries, row)
                 self.codecs.see_queries(row, queries)
             tiers = self._settle(row, key, value, part, more, queries)
             if more:
@@ -335,6 +350,10 @@ class PackedRows:
             return AttentionTiles(keys=(sides[KEYS], sides[VALUES]), values=sides[KEYS])
         return AttentionTiles(keys=(sides[KEYS],), values=sides[VALUES])
 
+    def queries(self, query: Tensor) -> Tensor:
+        """Queries ``[B, HQ, q, D]`` of all rows for what :meth:`exact` and :meth:`packed` give."""
+        return self.codecs.balance.of_query(query)
+
     def exact(self, pending: tuple[Tensor, Tensor] | None = None, causal: Tensor | None = None) -> ExactTokens:
         """Sinks and window of all rows, as attention sees them, and new tokens behind them.
 
@@ -346,7 +365,8 @@ class PackedRows:
         visible = self._steps().mask
         if pending is not None:
             assert causal is not None
-            first, second = (torch.cat(pair, dim=2) for pair in zip((first, second), pending, strict=True))
+            new = (self.codecs.balance.divided(pending[KEYS]), pending[VALUES])
+            first, second = (torch.cat(pair, dim=2) for pair in zip((first, second), new, strict=True))
             visible = torch.cat([visible.expand(-1, causal.shape[1], -1), causal], dim=2)
         return ExactTokens(*attention_states(first, second, self._latent), visible)
 
@@ -360,7 +380,7 @@ class PackedRows:
         for side in (KEYS, VALUES):
             packed = [self._unpack(side, row, 0, tiles)] if tiles else []
             sides.append(torch.cat([sinks[side], *packed, recent[side]], dim=1))
-        return sides[KEYS], sides[VALUES]
+        return self.codecs.balance.multiplied(sides[KEYS], row), sides[VALUES]
 
     def _unpack(self, side: int, row: int, first: int, last: int) -> Tensor:
         """Dequantized tiles ``first`` to ``last - 1`` of a row, ``[H, n * 128, D]``."""
@@ -403,6 +423,7 @@ class PackedRows:
             lengths=self.lengths,
             tiles=self.store.counts.copy(),
             frozen=self.codecs.frozen.copy(),
+            factors=self.codecs.balance.factors,
             settled=[list(row) for row in self.settled],
             chunks=[list(row) for row in self._statistics.chunks],
             window=buffers,
@@ -414,12 +435,13 @@ class PackedRows:
         if isinstance(before, np.ndarray):
             self.lengths = before
             return
-        if before.window is not None:
-            self.window.keys, self.window.values = before.window
         for row, tiles in enumerate(before.tiles.tolist()):
             if tiles < self.store.counts[row]:
                 self.store.truncate(row, tiles)
         self.lengths, self.codecs.frozen = before.lengths, before.frozen
+        self.window.keys = self.codecs.balance.go_back(before.factors, self.window.keys)
+        if before.window is not None:
+            self.window.keys, self.window.values = before.window
         self.settled, self._statistics.chunks = before.settled, before.chunks
 
     def select_rows(self, rows: Ints) -> None:

@@ -55,6 +55,7 @@ class RowsSnapshot:
         lengths: ``[B]`` stored tokens of each row.
         tiles: ``[B]`` tiles of each row.
         frozen: ``[B]`` rows whose means and tables are fixed.
+        factors: ``[B, H, D]`` by which keys are divided, or None.
         settled: per row what was settled.
         chunks: per row what was measured.
         window: keys and values of the exact tokens; None where the step cannot overwrite one.
@@ -63,6 +64,7 @@ class RowsSnapshot:
     lengths: Ints
     tiles: Ints
     frozen: NDArray[np.bool_]
+    factors: Tensor | None
     settled: list[list[tuple[NDArray[np.int64], int]]]
     chunks: list[list[ChunkStatistics]]
     window: tuple[Tensor, Tensor] | None

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hf_subbyte_moe.cache.balance import KeyBalance
 from hf_subbyte_moe.cache.prompts import PromptQueries
 from hf_subbyte_moe.codecs import Codec, Table
 from hf_subbyte_moe.codecs.codebooks import fit_centroids, fit_table, universal_table
@@ -31,6 +32,7 @@ class RowCodecs:
     Attributes:
         mean: ``[B, H, D]`` fp32 key means; zero until a row packs.
         frozen: ``[B]`` rows whose mean and tables tiles depend on.
+        balance: factors of the rows' keys.
         rotations: ``[D, D]`` fp32 for keys and for values; constants, shared by all layers of a device.
         signs: ``[D]`` fp32, the signs in them.
         orders: which lanes own the codes of each side; both sides of a latent cache are parts of the key.
@@ -72,6 +74,7 @@ class RowCodecs:
         self.orders = (Order.KEYS, Order.KEYS if latent else Order.VALUES)
         self.frozen = np.zeros(batch, dtype=bool)
         self.mean = torch.zeros(batch, heads, key_dim, device=device)
+        self.balance = KeyBalance((batch, heads, key_dim), possible=not latent)
         dims = (key_dim, value_states.shape[-1])
         self.rotations = tuple(rotation_matrix(dim, device) for dim in dims)
         self.signs = tuple(rotation_signs(dim, device) for dim in dims)
@@ -108,7 +111,8 @@ class RowCodecs:
         """By what a row's keys choose their codes; None: by the nearest entry."""
         if self._metric is not None:
             rotation = self.rotations[KEYS]
-            return Shaping(rotation @ self._metric.float() @ rotation.t())
+            metric = self.balance.of_metric(self._metric.float(), row)
+            return Shaping(rotation @ metric @ rotation.t())
         return Shaping(self._moments[row]) if self._seen[row] else None
 
     def see_queries(self, row: int, queries: PromptQueries) -> None:
@@ -157,6 +161,7 @@ class RowCodecs:
     def select_rows(self, rows: Tensor) -> None:
         """Keep, reorder or repeat rows."""
         self.mean = self.mean.index_select(0, rows)
+        self.balance.select_rows(rows)
         order = rows.cpu().numpy()
         self.frozen, self._seen = self.frozen[order], self._seen[order]
         if self._by_queries:
@@ -172,25 +177,28 @@ class RowCodecs:
         return {f"table.{side}.{codec.name}": (side, codec.tier_id) for side in (KEYS, VALUES) for codec in own}
 
     def state(self) -> dict[str, Tensor]:
-        """Means, the tables that rows fitted, and moments of queries."""
+        """Means, factors, the tables that rows fitted, and moments of queries."""
         tables = {name: self._tables[side][tier] for name, (side, tier) in self._own_tables().items()}
         if self._by_queries:
             tables.update({"moments": self._moments, "seen": torch.from_numpy(self._seen)})
+        if self.balance.factors is not None:
+            tables["factors"] = self.balance.factors
         return {"mean": self.mean, "frozen": torch.from_numpy(self.frozen), **tables}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Inverse of :meth:`state`."""
         self.mean, self.frozen = state["mean"], state["frozen"].cpu().numpy()
+        self.balance.factors = state.get("factors")
         for name, (side, tier) in self._own_tables().items():
             self._tables[side][tier] = state[name]
         if self._by_queries:
             self._moments, self._seen = state["moments"], state["seen"].cpu().numpy()
 
     def table_bytes(self) -> int:
-        """Bytes of codebooks, centroids and moments of queries; a universal codebook serves both sides."""
+        """Bytes of codebooks, centroids, factors and moments of queries; a universal codebook serves both sides."""
         distinct = {table.data_ptr(): table.nbytes for tables in self._tables for table in tables.values()}
         metric = 0 if self._metric is None else self._metric.nbytes
-        return sum(distinct.values()) + self._moments.nbytes + metric
+        return sum(distinct.values()) + self._moments.nbytes + metric + self.balance.nbytes()
 
     def nbytes(self) -> int:
         """Bytes of means and tables."""

@@ -1,0 +1,119 @@
+"""Keys whose channels differ by far are divided by factors, and queries multiplied by them.
+
+A rotation spreads a channel that is far larger than the others over all of them, and its error with it: with tails of
+16 times, keys of 2.5 bits lose 4 % of the loss. Dividing each channel by the root of its size before, and multiplying
+the queries' channel by it, shares the error out between the two and changes no score. Factors are powers of two, so
+exact tokens stay exact, and they are 1 in every head whose channels are of like size: most models never see them.
+
+Everything that a layer stores of a balanced row is divided, exact tokens too; what leaves the layer is multiplied.
+A row's factors come from the keys that it packs first and stay.
+
+Gives up: latents, whose channels are values as well.
+
+Source: the root as the even split of an error, SmoothQuant (arXiv 2211.10438).
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hf_subbyte_moe.cache.prompts import PromptQueries
+
+
+_LEAST = 8.0  # a channel that is so many times the middle one makes its head worth balancing
+_MOST_EXPONENT = 4
+
+
+def channel_factors(key: Tensor) -> Tensor:
+    """``[H, D]`` fp32 factors of keys ``[H, N, D]``: powers of two from 1/16 to 16, all 1 in heads of like channels."""
+    centred = key.float() - key.float().mean(1, keepdim=True)
+    size = centred.square().mean(1).sqrt()
+    share = size / size.median(-1, keepdim=True).values.clamp_min(torch.finfo(torch.float32).tiny)
+    exponent = (0.5 * share.log2()).round().clamp(-_MOST_EXPONENT, _MOST_EXPONENT)
+    wide = share.amax(-1, keepdim=True) > _LEAST
+    return torch.where(wide, exponent.exp2(), torch.ones_like(share))
+
+
+class KeyBalance:
+    """The factors of a layer's rows.
+
+    Attributes:
+        factors: ``[B, H, D]`` fp32; None while all are 1.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], possible: bool) -> None:
+        """Start with nothing to balance.
+
+        Args:
+            shape: B, H, D.
+            possible: False for latents, which are never balanced.
+        """
+        self._shape, self._possible = shape, possible
+        self.factors: Tensor | None = None
+
+    def fit(self, row: int, key: Tensor) -> bool:
+        """Choose a row's factors by its keys ``[H, N, D]``; whether it needs some and had none."""
+        if not self._possible or (self.factors is not None and not bool((self.factors[row] == 1).all())):
+            return False
+        factors = channel_factors(key)
+        if bool((factors == 1).all()):
+            return False
+        if self.factors is None:
+            self.factors = torch.ones(self._shape, device=key.device)
+        else:
+            self.factors = self.factors.clone()  # a snapshot may hold the old ones
+        self.factors[row] = factors
+        return True
+
+    def go_back(self, factors: Tensor | None, stored: Tensor) -> Tensor:
+        """Take earlier factors; what the stored keys ``[B, H, N, D]`` are by them."""
+        if self.factors is factors:
+            return stored
+        new, self.factors = self.factors, factors
+        assert new is not None  # factors are only ever added
+        ratio = new if factors is None else new / factors
+        return (stored * ratio[..., None, :]).to(stored.dtype)
+
+    def divided(self, key: Tensor, row: int | None = None) -> Tensor:
+        """Keys ``[B, H, N, D]``, or those of one row ``[H, N, D]``, as they are stored."""
+        return key if self.factors is None else (key / self._of(row)).to(key.dtype)
+
+    def multiplied(self, key: Tensor, row: int) -> Tensor:
+        """Stored keys ``[H, N, D]`` of a row as the model knows them."""
+        return key if self.factors is None else (key * self._of(row)).to(key.dtype)
+
+    def of_query(self, query: Tensor) -> Tensor:
+        """Queries ``[B, HQ, q, D]`` for stored keys."""
+        if self.factors is None:
+            return query
+        grouped: Tensor = query.unflatten(1, (self.factors.shape[1], -1)) * self.factors[:, :, None, None]
+        return grouped.flatten(1, 2).to(query.dtype)
+
+    def of_prompt(self, queries: PromptQueries, row: int) -> PromptQueries:
+        """One row's queries ``[1, HQ, q, D]``, for stored keys."""
+        if self.factors is None:
+            return queries
+        alone = KeyBalance(self._shape, self._possible)
+        alone.factors = self.factors[row : row + 1]
+        return replace(queries, query=alone.of_query(queries.query))
+
+    def of_metric(self, metric: Tensor, row: int) -> Tensor:
+        """What errors of stored keys cost, from what errors of the model's keys cost, ``[H, D, D]``."""
+        if self.factors is None:
+            return metric
+        return metric * self.factors[row, :, :, None] * self.factors[row, :, None, :]
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep, reorder or repeat rows."""
+        self._shape = (len(rows), *self._shape[1:])
+        if self.factors is not None:
+            self.factors = self.factors.index_select(0, rows)
+
+    def nbytes(self) -> int:
+        """Bytes of the factors."""
+        return 0 if self.factors is None else self.factors.nbytes
+
+    def _of(self, row: int | None) -> Tensor:
+        assert self.factors is not None
+        return (self.factors if row is None else self.factors[row])[..., None, :]
