@@ -130,11 +130,13 @@ def explain(model_or_cache: PreTrainedModel | EntropySubbyteCache) -> Explanatio
 
 
 def cache_size(cache: EntropySubbyteCache) -> CacheSize:
-    """Bytes and the three counts of bits of a cache."""
+    """Bytes and the three counts of bits of a cache; under tensor parallelism of all ranks, each of which must call."""
     code, record, packed, values, plain, tokens = 0.0, 0.0, 0, 0, 0, 0
+    ranks = None
     for layer in cache.packed_layers.values():
         if not layer.is_initialized:
             continue
+        ranks = layer.rows.ranks or ranks
         geometry = layer.rows.geometry()
         held = int(layer.rows.lengths.sum())
         tokens = max(tokens, held)
@@ -146,14 +148,18 @@ def cache_size(cache: EntropySubbyteCache) -> CacheSize:
             packed += count
             code += fmt.code_bits_per_value(geometry.itemsize) * count
             record += fmt.bits_per_value(width, geometry.itemsize) * count
-    total = cache.allocated_bytes()
+    total, others = cache.allocated_bytes(), cache.other_bytes()
+    if ranks is not None:
+        counts = np.array([code, record, packed, values, plain, total, others], dtype=np.float64)
+        code, record, *whole = sum(ranks.gather(counts)).tolist()
+        packed, values, plain, total, others = (int(count) for count in whole)
     return CacheSize(
         tokens=tokens,
         bytes=total,
-        plain_bytes=plain + cache.other_bytes(),
+        plain_bytes=plain + others,
         code_bits=code / packed if packed else None,
         bits=record / packed if packed else None,
-        bits_total=8 * (total - cache.other_bytes()) / values if values else None,
+        bits_total=8 * (total - others) / values if values else None,
     )
 
 

@@ -27,6 +27,7 @@ from hf_subbyte_moe.cache.prompts import BitLedger, LayerStatistics, PromptQueri
 from hf_subbyte_moe.cache.window import Ints
 from hf_subbyte_moe.codecs.rotation import rotation_block
 from hf_subbyte_moe.config import KVCacheConfig
+from hf_subbyte_moe.distributed.heads import head_ranks
 from hf_subbyte_moe.ops import ExactTokens
 from hf_subbyte_moe.policy import KEYS, VALUES, Policy, budget_bits
 
@@ -92,12 +93,12 @@ class EntropySubbyteLayer(CacheLayerMixin):
         self.record_past = False
         self._ledger: BitLedger = BitLedger(None if previous is None else previous._ledger)
         self.statistics = LayerStatistics(config.policy)
-        self._attention: weakref.ref[torch.nn.Module] | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
         self.is_initialized = False
+        self._attention: weakref.ref[torch.nn.Module] | None = None
         self.length = 0
         self.starts: Ints = np.zeros(0, dtype=np.int64)
         self._pending: tuple[Tensor, Tensor] | None = None
@@ -287,6 +288,7 @@ class EntropySubbyteLayer(CacheLayerMixin):
         owner = None if self._attention is None else self._attention()
         if owner is None:
             self._attention = weakref.ref(module)
+            self.rows.share_heads(head_ranks(module))
         elif owner is not module:
             raise ValueError("this cache was filled by another model; make a new one for this model")
 

@@ -19,6 +19,7 @@ from hf_subbyte_moe.cache.tiles import TileStore
 from hf_subbyte_moe.cache.window import ExactWindow, Ints, StepsAhead
 from hf_subbyte_moe.codecs import codec_of
 from hf_subbyte_moe.config import WHOLE_PROMPT, KVCacheConfig
+from hf_subbyte_moe.distributed.heads import HeadRanks
 from hf_subbyte_moe.ops import AttentionTiles, ExactTokens, PackedTiles
 from hf_subbyte_moe.policy import (
     KEYS,
@@ -29,6 +30,8 @@ from hf_subbyte_moe.policy import (
     RowProbe,
     attention_states,
     budget_bits,
+    gather_chunks,
+    own_needs,
     sample_positions,
     side_bits,
     side_codec,
@@ -53,6 +56,7 @@ class PackedRows:
         store: the packed tiles.
         codecs: means, tables and rotations.
         settled: per row the tiers ``[H, 2]`` that later tiles take, and the row's length at that time; newest last.
+        ranks: who holds the layer's other heads; None where these are all.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class PackedRows:
         batch, heads, _, key_dim = key_states.shape
         self._config, self._policy, self._ledger, self._statistics = config, policy, ledger, statistics
         self._dims, self._latent = (key_dim, value_states.shape[-1]), latent
+        self.ranks: HeadRanks | None = None
         self._slack = 0
         self._ahead: StepsAhead | None = None
         self.window = ExactWindow(key_states, value_states, config.sinks, config.window)
@@ -93,6 +98,12 @@ class PackedRows:
     def heads(self) -> int:
         """KV heads."""
         return self.window.keys.shape[1]
+
+    def share_heads(self, ranks: HeadRanks | None) -> None:
+        """Say who holds the layer's other heads, before anything is packed."""
+        self.ranks = ranks
+        if ranks is not None:
+            self.codecs.keep_metric_of(ranks.part(ranks.size * self.heads))
 
     def first_recent(self) -> Ints:
         """``[B]`` index of each row's oldest token behind its tiles."""
@@ -246,14 +257,14 @@ class PackedRows:
         exact = ExactTokens(*attention_states(key[None], value[None], self._latent), visible)
         tiles = self._packed_rows(row) if self.store.counts[row] else None
         query = queries.sample(0, position)
-        return RowProbe(query, held + position, exact, tiles, queries.form, queries.weight, self._latent)
+        return RowProbe(query, held + position, exact, tiles, queries.form, queries.weight, self._latent, self.ranks)
 
     def _measure(self, row: int, region: tuple[Tensor, Tensor], more: int, probe: RowProbe | None) -> list[Measured]:
         """The chunks of a region that follows the row's tiles; one chunk without tiles if nothing is packed yet."""
         key, value = region
         tiles, first = int(self.store.counts[row]), int(self.first_recent()[row])
         edges = [tiles, tiles + more]
-        needs = self._policy.needs
+        needs = own_needs(self._policy.needs, self.ranks)
         size = needs.chunk
         if size is None and self._config.chunk != WHOLE_PROMPT:
             size = int(self._config.chunk) // TILE_TOKENS
@@ -273,14 +284,21 @@ class PackedRows:
         return chunks
 
     def _choose(self, row: int, chunks: list[Measured], length: int) -> TierChoice:
-        """Choose and remember tiers for a row of ``length`` tokens; ids ``[tiles, H, 2]`` of their tiles."""
-        tiers = self._policy.tiers
+        """Choose and remember tiers for a row of ``length`` tokens; ids ``[tiles, H, 2]`` of their tiles.
+
+        The choice is for all of the layer's heads, on whatever rank they are, and so is what is remembered of it.
+        """
+        tiers, own = self._policy.tiers, slice(None)
+        if self.ranks is not None:
+            chunks = gather_chunks(chunks, self.ranks)
+            own = self.ranks.part(self.ranks.size * self.heads)
+        heads = len(chunks[0].entropy)
         bits = side_bits(tiers, self._dims, self._latent)
         sizes = np.array(
             [[max(1, chunk.tiles) * TILE_TOKENS * dim for dim in self._dims] for chunk in chunks], dtype=np.float64
         )
         wanted = budget_bits(self._config, self._dims, self._latent)
-        budget = (wanted or 0.0) * float(sizes.sum()) * self.heads + self._ledger.inherited(row)
+        budget = (wanted or 0.0) * float(sizes.sum()) * heads + self._ledger.inherited(row)
         chosen = self._policy.choose(chunks, bits, sizes, budget)
         sides = np.broadcast_to(np.arange(2), chosen.shape)
         if wanted is not None:
@@ -291,8 +309,8 @@ class PackedRows:
         for chunk, choice, tier_ids in zip(chunks, chosen, chosen_ids, strict=True):
             errors = np.take_along_axis(chunk.errors, choice[..., None], axis=-1)[..., 0]
             self._statistics.chunks[row].append(ChunkStatistics(**vars(chunk), tiers=tier_ids, chosen_errors=errors))
-        self.settled[row].append((chosen_ids[-1], length))
-        return np.repeat(chosen_ids, [chunk.tiles for chunk in chunks], axis=0)
+        self.settled[row].append((chosen_ids[-1, own], length))
+        return np.repeat(chosen_ids[:, own], [chunk.tiles for chunk in chunks], axis=0)
 
     def _later_tiers(self, row: int) -> TierChoice:
         """``[H, 2]`` tier ids of tiles that come without measurement: those of the last chunk that was settled."""

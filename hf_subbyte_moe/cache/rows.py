@@ -89,6 +89,11 @@ class RowCodecs:
                     table = start.repeat(batch, 1, 1, 1)
                 self._tables[side][codec.tier_id] = table
 
+    def keep_metric_of(self, heads: slice) -> None:
+        """Of a metric of all heads, keep that of the heads that are here."""
+        if self._metric is not None and len(self._metric) != self.mean.shape[1]:
+            self._metric = self._metric[heads].contiguous()
+
     def tables(self, side: int, row: int | None = None) -> dict[int, Tensor]:
         """Tier id -> ``[B or 1, H or 1, entries, vector_dim]`` of all rows, or of one row."""
         if row is None:

@@ -25,6 +25,7 @@ from hf_subbyte_moe.policy.policies import (
     side_codec,
     unmeasured,
 )
+from hf_subbyte_moe.policy.sharing import gather_chunks, own_needs
 from hf_subbyte_moe.policy.statistics import (
     AttentionForm,
     RowProbe,
@@ -55,9 +56,11 @@ __all__ = [
     "budget_bits",
     "calibrate",
     "find_sidecar",
+    "gather_chunks",
     "load_calibration",
     "make_policy",
     "output_weight",
+    "own_needs",
     "plain_weight",
     "remember_sidecar",
     "resolve",

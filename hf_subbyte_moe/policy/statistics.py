@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hf_subbyte_moe.codecs import Codec, Table
 from hf_subbyte_moe.codecs.shaping import Shaping, pack_shaped, shapes
+from hf_subbyte_moe.distributed.heads import HeadRanks, local_columns
 from hf_subbyte_moe.ops import (
     TILE_TOKENS,
     AttentionResult,
@@ -129,12 +130,14 @@ def sample_positions(queries: int) -> Tensor:
 def plain_weight(linear: object, like: Tensor) -> Tensor | None:
     """``[out, in]`` weight of a linear layer that can be multiplied with ``like``, or None.
 
-    Quantized layers, adapters around a layer, sharded and offloaded weights are not plain: reading ``.weight`` would
-    skip what their forward does.
+    Quantized layers, adapters around a layer and offloaded weights are not plain: reading ``.weight`` would skip what
+    their forward does. Of a weight that tensor parallelism sharded by its inputs, this rank's part is.
     """
     if type(linear) is not torch.nn.Linear:
         return None
-    weight = linear.weight
+    weight = local_columns(linear.weight)
+    if weight is None:
+        weight = linear.weight
     plain = type(weight) in (Tensor, torch.nn.Parameter) and weight.dtype in _PLAIN_DTYPES
     return weight.detach() if plain and weight.device == like.device else None
 
@@ -165,6 +168,7 @@ class RowProbe:
         form: AttentionForm,
         weight: Tensor | None,
         latent: bool = False,
+        ranks: HeadRanks | None = None,
     ) -> None:
         """Attend once.
 
@@ -176,13 +180,14 @@ class RowProbe:
             form: scores to probabilities.
             weight: ``[hidden, HQ * Dv]`` output projection, or None.
             latent: the sides are a latent, which is value and part of the key, and the rest of the key.
+            ranks: who holds the layer's other heads; None where these are all.
         """
         result: AttentionResult = decode_attention(query.unsqueeze(0), exact, tiles, *form, backend="torch")
         assert result.entropy is not None
         self.query, self.query_index, self._form, self._latent = query.float(), query_index, form, latent
         self.output, self.lse = result.output[0], result.lse[0]
         self.entropy = result.entropy[0]
-        self._heads = exact.keys.shape[1]
+        self._heads, self._ranks = exact.keys.shape[1], ranks
         query_heads, _, dim = self.output.shape
         if weight is None:
             self._weight = None
@@ -193,8 +198,10 @@ class RowProbe:
     def _total_energy(self) -> float:
         """Mean squared length of the layer's attention output."""
         if self._weight is None:
-            return float(self.output.square().sum((0, 2)).mean())
-        return float(torch.einsum("hsd,hdo->so", self.output, self._weight).square().sum(-1).mean())
+            squared = self.output.square().sum((0, 2))
+            return float((squared if self._ranks is None else self._ranks.sum(squared)).mean())
+        output = torch.einsum("hsd,hdo->so", self.output, self._weight)
+        return float((output if self._ranks is None else self._ranks.sum(output)).square().sum(-1).mean())
 
     def _error(self, difference: Tensor) -> Tensor:
         """``[H]`` mean squared length of ``[HQ, S, Dv]`` output differences, relative to the layer's output."""
