@@ -57,8 +57,8 @@ def test_models_with_norms_behind_their_projections_are_refused(quality: Any) ->
 
 @pytest.mark.parametrize(
     ("change", "stock_growth"),
-    [({"key_offset": 100.0}, 0.5), ({"heavy_tail": 8.0}, 0.04)],
-    ids=["offsets of 100", "tails of 8"],
+    [({"key_offset": 100.0}, 0.5), ({"heavy_tail": 16.0}, 0.08)],
+    ids=["offsets of 100", "tails of 16"],
 )
 def test_two_and_a_half_bits_hold_where_four_do_not(
     quality: Any, change: dict[str, float], stock_growth: float
