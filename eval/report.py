@@ -13,7 +13,7 @@ carries a digest of its rows and is drawn anew where they changed.
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from hf_subbyte_moe.codecs import codecs
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the package beside this file, wherever we are run
 
 import cards
+import claims
 import routing_report
 from quality import report as quality
 
@@ -243,6 +244,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "routing_all": routing_all,
     "roofline": roofline,
     **cards.SECTIONS,
+    **claims.SECTIONS,
 }
 
 
@@ -255,29 +257,41 @@ def rendered(page: str) -> str:
     return _MARK.sub(lambda mark: f"{mark[1]}{SECTIONS[mark[2]]()}\n{mark[3]}", page)
 
 
-def main(check: bool) -> int:
-    """Rewrite the pages, or tell which ones are stale."""
+def _stale_pages(pages: Sequence[Path], check: bool) -> list[Path]:
+    """Pages that differ from their files; they are written unless ``check``."""
     stale = []
-    for path in PAGES:
+    for path in pages:
         page = path.read_text(encoding="utf-8")
         fresh = rendered(page)
         if fresh != page:
-            stale.append(path.relative_to(ROOT))
+            stale.append(path)
             if not check:
                 path.write_text(fresh, encoding="utf-8")
+    return stale
+
+
+def _stale_plots(check: bool) -> list[Path]:
+    """Plots of other rows; they are drawn anew unless ``check``."""
+    stale = []
     for name in ("quality", "quality_peers"):
         rows, path = quality.drawn_rows(quality.load(RESULTS / f"{name}.json")[0]), RESULTS / f"{name}.png"
         if rows and quality.is_stale(path, rows):
-            stale.append(path.relative_to(ROOT))
+            stale.append(path)
             if not check:
                 quality.plot_bits(rows, path)
     shown, path = routing_report.drawn_rows(routing_report.load(RESULTS / "routing.json")), RESULTS / "routing.png"
     if shown and routing_report.is_stale(path, shown):
-        stale.append(path.relative_to(ROOT))
+        stale.append(path)
         if not check:
             routing_report.plot(shown, path)
+    return stale
+
+
+def main(check: bool, pages: Sequence[Path] = PAGES) -> int:
+    """Rewrite pages, and plots where all pages are asked for; or tell which ones are stale."""
+    stale = _stale_pages(pages, check) + (_stale_plots(check) if pages is PAGES else [])
     for path in stale:
-        print(f"{path}: {'differs from its result files' if check else 'rendered'}")
+        print(f"{path.relative_to(ROOT)}: {'differs from its result files' if check else 'rendered'}")
     return int(check and bool(stale))
 
 
