@@ -12,13 +12,16 @@ enum Kind { VQ175, VQ2, VQ3, VQ4, FP6, FP8 };
 constexpr int bits_of(Kind kind) { return kind == VQ175 ? 7 : kind == VQ3 || kind == FP6 ? 6 : 8; }
 constexpr int dim_of(Kind kind) { return kind == VQ175 || kind == VQ2 ? 4 : kind == VQ3 || kind == VQ4 ? 2 : 1; }
 
-constexpr int D = HEAD_DIM;
-constexpr int TILE = 128;
 constexpr u32 FULL = 0xffffffffu;
-constexpr float INV_SQRT_D = D == 128 ? 0.08838834764831845f : 0.125f;
-static_assert(D == 128 || D == 64, "and other head dimensions have another kernel");
 
 DEVICE float from_half(u16 bits) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits)); return y; }
+
+#ifdef HEAD_DIM  // of kernels over tokens of a head
+
+constexpr int D = HEAD_DIM;
+constexpr int TILE = 128;
+constexpr float INV_SQRT_D = D == 128 ? 0.08838834764831845f : 0.125f;
+static_assert(D == 128 || D == 64, "and other head dimensions have another kernel");
 
 // Walsh-Hadamard transform, without its factor of 1 / sqrt(D).
 DEVICE void hadamard(float (&x)[D / 32], int lane) {
@@ -41,3 +44,4 @@ DEVICE void hadamard(float (&x)[D / 32], int lane) {
         }
 }
 
+#endif

@@ -1,0 +1,187 @@
+"""The experts in CUDA C++ (``expert_mlp.cu``): two launches, compiled by NVRTC for a model's shape.
+
+A kernel is made once for each shape, format, dtype and bucket of tokens (1, 8, 16). A call allocates what is not passed
+in, reads nothing back and can be captured in a CUDA graph. It needs bulk copies: compute capability 9.0.
+"""
+
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from subbyte_kernels import nvrtc
+from subbyte_kernels.expert_mlp.config import CudaConfig, choose_config
+from subbyte_kernels.expert_mlp.layout import ExpertFormat, ExpertLayout
+from subbyte_kernels.expert_mlp.reference import MAX_EXPERT_TOKENS, ExpertCall
+
+
+_SOURCE = Path(__file__).with_name("expert_mlp.cu")
+_MIN_CAPABILITY = (9, 0)
+_BUCKETS = (1, 8, MAX_EXPERT_TOKENS)
+_MAX_PAIRS = 512
+_FORMATS = {ExpertFormat.MODEL: 0, ExpertFormat.INT4: 1, ExpertFormat.FP8: 2}
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_WEIGHT_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_INDEX_BYTES = {torch.int32: 4, torch.int64: 8}
+_ROWS, _COLUMNS = 16, 32  # what a model's rows and, unpacked, its columns are multiples of
+
+
+def cuda_obstacle(call: ExpertCall) -> str | None:
+    """Why the kernel cannot compute a call, or None; looks at shapes alone."""
+    hidden, layout = call.hidden, call.layout
+    if not hidden.is_cuda:
+        return f"the tensors lie on {hidden.device}, not on a CUDA device"
+    missing = nvrtc.obstacle(hidden.device.index)
+    if missing is not None:
+        return missing
+    if nvrtc.capability(hidden.device.index) < _MIN_CAPABILITY:
+        return "the GPU is older than compute capability 9.0"
+    if hidden.dtype not in (torch.float16, torch.bfloat16) or hidden.dtype != layout.dtype:
+        return f"it takes fp16 and bf16, not {hidden.dtype}"
+    if not 1 <= hidden.shape[0] <= MAX_EXPERT_TOKENS:
+        return f"it takes 1 to {MAX_EXPERT_TOKENS} tokens, not {hidden.shape[0]}"
+    widths = [layout.intermediate, *([] if call.shared is None else [call.shared.intermediate])]
+    unit = _ROWS if layout.packed else _COLUMNS
+    if layout.hidden % unit or any(width % unit for width in widths):
+        return f"it takes multiples of {unit}, not {layout.hidden} and {widths}"
+    if call.expert_ids.numel() > _MAX_PAIRS:
+        return f"it takes at most {_MAX_PAIRS} experts a step, not {call.expert_ids.numel()}"
+    return None
+
+
+def workspace_bytes(call: ExpertCall) -> int:
+    """Bytes that a call needs between its launches."""
+    bucket = next(size for size in _BUCKETS if size >= call.hidden.shape[0])
+    shared = 0 if call.shared is None else call.shared.intermediate
+    width = bucket * call.expert_ids.shape[1] * call.layout.intermediate + shared
+    return 2 * call.hidden.shape[0] * width
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """What a launch is compiled for."""
+
+    device: int
+    down: bool
+    layout: ExpertLayout
+    shared: int
+    activation: str
+    top_k: int
+    bucket: int
+    index_dtype: torch.dtype
+    weight_dtype: torch.dtype
+    config: CudaConfig
+
+    def defined(self) -> dict[str, object]:
+        """What the kernel's text wants to know."""
+        layout = self.layout
+        return {
+            "DOWN": int(self.down),
+            "FORMAT": _FORMATS[layout.format],
+            "GROUP": layout.scale_columns,
+            "MODEL_BF16": int(layout.dtype == torch.bfloat16),
+            "ACTIVATION": _ACTIVATIONS[self.activation],
+            "HIDDEN": layout.hidden,
+            "INTERMEDIATE": layout.intermediate,
+            "SHARED_INTERMEDIATE": self.shared,
+            "TOP_K": self.top_k,
+            "MAX_TOKENS": self.bucket,
+            "INDEX_BYTES": _INDEX_BYTES[self.index_dtype],
+            "WEIGHT_KIND": _WEIGHT_KINDS[self.weight_dtype],
+            "WARPS": self.config.warps,
+            "STAGES": self.config.stages,
+            "STEP": self.config.step,
+        }
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        columns = 16 if self.bucket > 8 else 8
+        return self.config.stages * self.stage_bytes + 2 * self.config.warps * 16 * columns * 4
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a stage of the ring."""
+        if self.layout.packed:
+            return 2 * self.config.step * self.layout.block_bytes
+        row = 64 * self.config.step
+        return 16 * (row if row % 128 else row + 64)
+
+    @property
+    def items(self) -> int:
+        """At most so many blocks find something to do."""
+        if self.down:
+            return self.layout.hidden // 16
+        return (self.bucket * self.top_k * self.layout.intermediate + self.shared) // 8
+
+
+@lru_cache(maxsize=256)
+def _kernel(variant: _Variant) -> nvrtc.Kernel:
+    threads = 32 * (variant.config.warps + 1)
+    return nvrtc.Kernel(
+        _SOURCE, "expert_mlp", variant.defined(), variant.device, threads, variant.shared_bytes, waits=True
+    )
+
+
+def expert_mlp_cuda(
+    call: ExpertCall,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
+    configs: tuple[CudaConfig, CudaConfig] | None = None,
+) -> Tensor:
+    """Experts of 1 to 16 tokens; result as from :func:`expert_mlp_reference`.
+
+    Args:
+        call: what is to be computed.
+        out: ``[T, H]`` in the tokens' dtype, written; allocated if None.
+        workspace: uint8, at least :func:`workspace_bytes`; calls that follow each other may share it. Allocated if None.
+        configs: how the two launches are cut; tuned if None.
+
+    Returns:
+        ``out``.
+    """
+    hidden, layout, shared = call.hidden.contiguous(), call.layout, call.shared
+    device, tokens = hidden.device.index, hidden.shape[0]
+    bucket = next(size for size in _BUCKETS if size >= tokens)
+    out = torch.empty_like(hidden) if out is None else out
+    if workspace is None:
+        workspace = torch.empty(workspace_bytes(call), dtype=torch.uint8, device=hidden.device)
+    ids, weights = call.expert_ids.contiguous(), call.expert_weights.contiguous()
+    residual = None if call.residual is None else call.residual.contiguous()
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    multiprocessors = nvrtc.device_limits(device)[0]
+    for down, weight in ((False, call.gate_up), (True, call.down)):
+        config = choose_config(device, layout, bucket, down) if configs is None else configs[down]
+        variant = _Variant(
+            device=device,
+            down=down,
+            layout=layout,
+            shared=0 if shared is None else shared.intermediate,
+            activation=call.activation,
+            top_k=ids.shape[1],
+            bucket=bucket,
+            index_dtype=ids.dtype,
+            weight_dtype=weights.dtype,
+            config=config,
+        )
+        shared_weight = None if shared is None else shared.down if down else shared.gate_up
+        params = struct.pack(
+            "<11Q2i",
+            *(_address(tensor) for tensor in (hidden, ids, weights, call.slots, weight)),
+            weight.stride(0) * weight.itemsize,
+            _address(shared_weight),
+            _address(None if shared is None else shared.scale),
+            *(_address(tensor) for tensor in (workspace, out, residual)),
+            tokens,
+            call.experts,
+        )
+        blocks = min(variant.items, multiprocessors * config.blocks_per_sm)
+        _kernel(variant).launch((blocks, 1, 1), params, stream)
+    return out
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
