@@ -10,6 +10,7 @@ from torch import Tensor
 from subbyte_kernels.attention_statistics import TokenStatistics, attention_statistics_reference
 from subbyte_kernels.decode_attention import BACKENDS, MAX_TOKENS, AttentionResult, AttentionTiles, ExactTokens
 from subbyte_kernels.decode_attention import decode_attention as selected_attention
+from subbyte_kernels.decode_attention.steady import Scratch, SteadyAttention, tiles_ahead
 from subbyte_kernels.formats import (
     NO_PAGE,
     TILE_TOKENS,
@@ -37,6 +38,8 @@ __all__ = [
     "ExactTokens",
     "Order",
     "PackedTiles",
+    "Scratch",
+    "SteadyAttention",
     "TileFormat",
     "TokenStatistics",
     "attention_statistics",
@@ -49,6 +52,7 @@ __all__ = [
     "page_slots",
     "page_tiers",
     "split_outliers",
+    "tiles_ahead",
     "unpack_tiles",
 ]
 

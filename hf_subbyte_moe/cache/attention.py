@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_subbyte_moe.cache.cache import EntropySubbyteCache
 from hf_subbyte_moe.cache.handle import LayerView, PackedKV
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
 from hf_subbyte_moe.cache.mla import ExpandedView, absorb_query, expand, expand_output
@@ -61,6 +62,14 @@ def count_packed_reads() -> Iterator[PackedReads]:
         _COUNTING.remove(reads)
 
 
+def count_step(cache: EntropySubbyteCache) -> None:
+    """Count what one token a row has read of a cache in a replay, which calls no function here."""
+    if _COUNTING:
+        tokens = sum(layer.packed_tokens for layer in cache.packed_layers.values())
+        for reads in _COUNTING:
+            reads.tokens += tokens
+
+
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -98,6 +107,9 @@ def attention_forward(
         if scaling is None:
             scaling = query.shape[-1] ** -0.5
         form = AttentionForm(scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+        if view.layer.steps is not None:
+            exact = view.layer.rows.seen(view.layer.steps.visible)
+            return _packed(module, view, query, exact, form), None
         if view.pending:
             return _prompt(module, view, query, attention_mask, form, kwargs), None
         return _packed(module, view, query, view.layer.rows.exact(), form), None
@@ -113,12 +125,15 @@ def _packed(
     latent = isinstance(view, ExpandedView)
     stored_query = view.layer.rows.queries(absorb_query(module, query) if latent else query)
     tiles = view.layer.rows.packed() if view.layer.has_tiles else None
+    steps = view.layer.steps
+    attend = decode_attention if steps is None else steps.attention_of(view.layer)
     backend = view.layer.backend
     if query.shape[2] > 1 and backend != "torch":  # not what the user chose a kernel for; some take a few tokens
         backend = "auto" if query.shape[2] <= MAX_TOKENS else "torch"
-    for reads in _COUNTING:
-        reads.tokens += query.shape[2] * view.layer.packed_tokens
-    result = decode_attention(stored_query, exact, tiles, *form, backend)
+    if steps is None:  # else `count_step` does
+        for reads in _COUNTING:
+            reads.tokens += query.shape[2] * view.layer.packed_tokens
+    result = attend(stored_query, exact, tiles, *form, backend)
     output = expand_output(module, result.output) if latent else result.output
     return output.to(query.dtype).transpose(1, 2).contiguous()
 

@@ -13,7 +13,7 @@ Gives up: cropping into a tile brings what is left of it back with its quantizat
 import warnings
 import weakref
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from hf_subbyte_moe.distributed.heads import head_ranks
 from hf_subbyte_moe.ops import ExactTokens
 from hf_subbyte_moe.policy import KEYS, VALUES, Policy, budget_bits
 
+
+if TYPE_CHECKING:
+    from hf_subbyte_moe.cache.steps import CacheSteps
 
 # a register of vq3o names its channel in one byte, an outlier of nuq2 its place in the tile in two
 _WIDEST = {"uniform:vq3o": 256, "uniform:nuq2": 512}
@@ -60,6 +63,7 @@ class EntropySubbyteLayer(CacheLayerMixin):
         statistics: what was measured and chosen.
         record_past: new tokens may be taken back by :meth:`crop`; their tiles are packed only then.
         before: what the layer was before tokens whose attention call is still to come.
+        steps: who takes the next token at fixed addresses, while a step lasts.
     """
 
     is_sliding = False
@@ -67,6 +71,7 @@ class EntropySubbyteLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
     rows: PackedRows
+    steps: "CacheSteps | None" = None
 
     def __init__(
         self,
@@ -148,8 +153,10 @@ class EntropySubbyteLayer(CacheLayerMixin):
             RuntimeError: gradients are wanted.
         """
         self._check_states(key_states, value_states)
+        if self.steps is not None:
+            self.steps.write(self, key_states, value_states)
+            return self._views(key_states, value_states, self.length + 1)
         self.settle_without_statistics()
-        rows, heads, tokens, dim = key_states.shape
         shapes, dtypes = (key_states.shape, value_states.shape), (key_states.dtype, value_states.dtype)
         layout = (shapes, dtypes, key_states.device, value_states.device)
         if self.is_initialized and self.rows.takes_another(layout):
@@ -158,11 +165,16 @@ class EntropySubbyteLayer(CacheLayerMixin):
             self.rows.append(key_states, value_states, layout)
         else:
             self._store(key_states, value_states, layout)
-        self.length += tokens
+        self.length += key_states.shape[2]
+        return self._views(key_states, value_states, self.length)
+
+    def _views(self, key_states: Tensor, value_states: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """What the model passes on as keys and values of so many columns."""
         view = LayerView(self, self._pending is not None)
+        rows, heads, _, dim = key_states.shape
         return (
-            PackedKV(view, KEYS, (rows, heads, self.length, dim), key_states),
-            PackedKV(view, VALUES, (rows, heads, self.length, value_states.shape[-1]), value_states),
+            PackedKV(view, KEYS, (rows, heads, length, dim), key_states),
+            PackedKV(view, VALUES, (rows, heads, length, value_states.shape[-1]), value_states),
         )
 
     def _store(self, key_states: Tensor, value_states: Tensor, layout: object) -> None:
@@ -179,7 +191,19 @@ class EntropySubbyteLayer(CacheLayerMixin):
             self._pending = (key_states, value_states)
 
     def _append(self, key_states: Tensor, value_states: Tensor, layout: object) -> None:
-        """One token a row; rows whose window is full pack their oldest tile first, all or none."""
+        """One token a row; rows whose window is full pack their oldest tile first."""
+        self.pack_due()
+        self.rows.append(key_states, value_states, layout)
+
+    def pack_due(self, at_once: int | None = None) -> None:
+        """Pack the oldest tile of rows whose window has no room for another token, all or none.
+
+        Args:
+            at_once: pools that are full grow by so many tiles of a row; None: as they do in any case.
+
+        Raises:
+            ValueError: a tile holds NaN or Inf.
+        """
         due = [(row, *self.rows.oldest_tile(row)) for row in self.rows.rows_due(1)]
         for _, key, value in due:
             if not key.is_meta and not bool(torch.isfinite(key).all() & torch.isfinite(value).all()):
@@ -187,8 +211,9 @@ class EntropySubbyteLayer(CacheLayerMixin):
                     "tokens that were stored earlier hold NaN or Inf; crop them away or start with a new cache"
                 )
         for row, key, value in due:
+            if at_once is not None:
+                self.rows.make_room(row, at_once)
             self.rows.pack_oldest(row, key, value)
-        self.rows.append(key_states, value_states, layout)
 
     def get_seq_length(self) -> int:
         """Columns so far, padding included."""
@@ -307,6 +332,11 @@ class EntropySubbyteLayer(CacheLayerMixin):
         self.starts = starts
 
     @property
+    def is_pending(self) -> bool:
+        """New tokens wait for their attention call."""
+        return self._pending is not None
+
+    @property
     def pending(self) -> tuple[Tensor, Tensor]:
         """New keys and values ``[B, H, q, D]`` that wait for their attention call."""
         assert self._pending is not None
@@ -366,7 +396,13 @@ class EntropySubbyteLayer(CacheLayerMixin):
         self.settle(None)
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
-        """All keys and values ``[B, H, T, D]`` in the model's dtype; zero where a column is padding."""
+        """All keys and values ``[B, H, T, D]`` in the model's dtype; zero where a column is padding.
+
+        Raises:
+            ValueError: during a step at fixed addresses, which only our attention function can read.
+        """
+        if self.steps is not None:
+            raise ValueError("the model reads keys and values outside the entropy_subbyte attention function")
         held = (self.rows.window.keys, self.rows.window.values)
         out = [states.new_zeros(*states.shape[:2], self.length, states.shape[-1]) for states in held]
         for row, start in enumerate(self.starts.tolist()):

@@ -149,10 +149,24 @@ class PackedRows:
     def _steps(self) -> StepsAhead:
         """What the next steps need, made anew where anything but a step changed rows or tiles."""
         if self._ahead is None or self._ahead.version != self.store.version:
-            most = self._config.sinks + self._config.window + self._slack + TILE_TOKENS * (self.store.counts + 1) - 1
-            free = max(0, int((most - self.lengths).min(initial=TILE_TOKENS)))  # tokens until a tile is due
-            self._ahead = StepsAhead(self.window, self.lengths, self.first_recent(), free, self.store.version)
+            self._ahead = StepsAhead(self.window, self.lengths, self.first_recent(), self.free(), self.store.version)
         return self._ahead
+
+    def free(self) -> int:
+        """Tokens that can be appended to every row until one must pack a tile."""
+        most = self._config.sinks + self._config.window + self._slack + TILE_TOKENS * (self.store.counts + 1) - 1
+        return max(0, int((most - self.lengths).min(initial=TILE_TOKENS)))
+
+    def grown(self, lengths: Ints) -> None:
+        """Somebody else has written the rows' newest tokens."""
+        self.lengths = lengths
+        self._ahead = None
+
+    def make_room(self, row: int, tiles: int) -> None:
+        """Where pools have no room for a row's next tile, let them grow by so many of its tiles at once."""
+        if self.settled[row]:
+            for side in (KEYS, VALUES):
+                self.store.make_room(side, self._later_tiers(row)[:, side], tiles)
 
     def takes_another(self, layout: object) -> bool:
         """Whether rows and tiles are as :meth:`append` left them after a token of this layout, and none is due."""
@@ -367,6 +381,10 @@ class PackedRows:
         if self._latent:
             return AttentionTiles(keys=(sides[KEYS], sides[VALUES]), values=sides[KEYS])
         return AttentionTiles(keys=(sides[KEYS],), values=sides[VALUES])
+
+    def seen(self, visible: Tensor) -> ExactTokens:
+        """Sinks and window of all rows, as attention sees them through a mask ``[B, 1, slots]``."""
+        return ExactTokens(*attention_states(self.window.keys, self.window.values, self._latent), visible)
 
     def queries(self, query: Tensor) -> Tensor:
         """Queries ``[B, HQ, q, D]`` of all rows for what :meth:`exact` and :meth:`packed` give."""

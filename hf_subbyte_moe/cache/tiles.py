@@ -39,12 +39,20 @@ class TilePool:
         fresh = count - len(reused)
         slots = [*reused, *range(self.peak, self.peak + fresh)]
         self.peak += fresh
-        capacity = pool_capacity(self.peak)
+        self._hold(pool_capacity(self.peak))
+        return slots
+
+    def _hold(self, capacity: int) -> None:
         if capacity > self.records.shape[0]:
             grown = self.records.new_empty(capacity, self.records.shape[1])
             grown[: self.records.shape[0]] = self.records
             self.records = grown
-        return slots
+
+    def make_room(self, count: int, at_once: int) -> None:
+        """Where there is no room for ``count`` records more, make room for ``at_once`` times as many."""
+        used = self.peak - len(self._free)
+        if used + count > self.records.shape[0]:
+            self._hold(used + count * at_once)
 
     def keep_only(self, used: set[int]) -> None:
         """Free every slot that is not in ``used``."""
@@ -108,6 +116,13 @@ class TileStore:
             pool.records[torch.tensor(slots, device=self._device)] = records
         self._pages[side, row, places[:, 0], places[:, 1]] = [make_page(tier_id, slot) for slot in slots]
         self._changed()
+
+    def make_room(self, side: int, tier_ids: NDArray[np.int64], at_once: int) -> None:
+        """Pools that have no room for a tile of each head in these tiers ``[H]`` grow by so many at once."""
+        for tier_id, count in zip(*np.unique(tier_ids, return_counts=True), strict=True):
+            pool = self._pools.get((int(tier_id), self._widths[side]))
+            if pool is not None:
+                pool.make_room(int(count), at_once)
 
     def pages(self, side: int) -> Tensor:
         """``[B, H, T]`` int32 on the device, T the tiles of the longest row."""

@@ -1,0 +1,187 @@
+"""A model's ``forward`` that sends single tokens of our cache through a captured graph.
+
+It takes the place of ``model.forward``, so ``generate()`` stays what it is: sampling, streamers and stopping criteria
+see the same outputs. Calls that are no single-token step go to the model's own forward. A step that cannot be captured
+does so too, and says why, once.
+"""
+
+import inspect
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from hf_subbyte_moe.cache import EntropySubbyteCache, count_step, steps_obstacle
+from hf_subbyte_moe.compat import CACHE_KW
+from hf_subbyte_moe.config import DecodeConfig
+from hf_subbyte_moe.decode.graph import CaptureError, CaptureRoom, GraphedStep
+
+
+_log = logging.getLogger("hf_subbyte_moe")
+_READ = ("input_ids", "position_ids", CACHE_KW)  # what a step reads
+_NOT_READ = ("attention_mask", "use_cache", "return_dict", "logits_to_keep", "cache_position")
+_GRAPHED = ("cuda",)  # devices that capture
+_UNGRAPHED: tuple[str, ...] = ()  # devices that take the same steps without a graph: tests add the CPU
+_OWN_HOOKS = "transformers.utils.output_capturing"  # which do nothing unless outputs are asked for
+
+
+class StepRunner:
+    """In place of one model's forward.
+
+    Attributes:
+        options: the section ``decode``.
+        refused: why steps ran without a graph, each reason once.
+    """
+
+    def __init__(self, model: PreTrainedModel, options: DecodeConfig) -> None:
+        """``model``: is not kept alive."""
+        self._model = weakref.ref(model)
+        self.__signature__ = inspect.signature(model.forward)
+        self.__name__, self.__doc__ = "forward", type(model).forward.__doc__
+        self.options = options
+        self.refused: list[str] = []
+        self._steps: weakref.WeakKeyDictionary[EntropySubbyteCache, GraphedStep] = weakref.WeakKeyDictionary()
+        self._room: CaptureRoom | None = None
+        self._obstacle: str | None = None  # the model's own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StepRunner":
+        """For a copy of the model."""
+        model = memo.get(id(self.model), self.model)
+        copied = StepRunner.__new__(StepRunner)
+        copied.__dict__.update(vars(self))
+        copied._model, copied._room, copied._steps = weakref.ref(model), None, weakref.WeakKeyDictionary()
+        copied.refused = []
+        return copied
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    def graphed(self, cache: EntropySubbyteCache) -> GraphedStep | None:
+        """What computes a cache's steps, once one was taken."""
+        return self._steps.get(cache)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> ModelOutput:
+        """The model's forward."""
+        model = self.model
+        if len(args) == 1:
+            args, kwargs = (), {"input_ids": args[0], **kwargs}
+        ids, cache = kwargs.get("input_ids"), kwargs.get(CACHE_KW)
+        step = (
+            not args
+            and isinstance(cache, EntropySubbyteCache)
+            and isinstance(ids, Tensor)
+            and ids.shape[-1] == 1
+            and cache.get_seq_length() > 0
+        )
+        if not step:
+            return self._plain(*args, **kwargs)
+        try:
+            return self._step(model, cache, ids, kwargs)
+        except CaptureError as problem:
+            self._obstacle = str(problem)
+            self._refuse(self._obstacle)
+        except _RefusedError as reason:
+            self._refuse(str(reason))
+        return self._plain(**kwargs)
+
+    def _plain(self, *args: Any, **kwargs: Any) -> ModelOutput:
+        """The model's own forward."""
+        model = self.model
+        output: ModelOutput = type(model).forward(model, *args, **kwargs)
+        return output
+
+    def _step(
+        self, model: PreTrainedModel, cache: EntropySubbyteCache, ids: Tensor, kwargs: dict[str, Any]
+    ) -> ModelOutput:
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            positions = torch.full_like(ids[:1], cache.get_seq_length())
+        steps = self._steps.get(cache)
+        _check_arguments(kwargs)
+        if steps is None or not steps.fits(ids, positions):
+            reason = self._obstacle or model_obstacle(model) or steps_obstacle(cache)
+            if reason is not None:
+                raise _RefusedError(reason)
+            if self._room is None and ids.device.type in _GRAPHED:
+                self._room = CaptureRoom(ids.device)
+            steps = self._steps[cache] = GraphedStep(cache, ids, positions, self._room)
+
+        try:
+            output = steps(self._plain, cache, ids, positions, {"use_cache": True, "return_dict": True})
+        except CaptureError:
+            self._steps.pop(cache, None)
+            raise
+        count_step(cache)
+        return output
+
+    def _refuse(self, reason: str) -> None:
+        if self.options.cuda_graph is True:
+            raise ValueError(f"decode.cuda_graph=True is not possible: {reason}")
+        if reason not in self.refused:
+            self.refused.append(reason)
+            _log.warning("decode steps run without a CUDA graph: %s", reason)
+
+
+class _RefusedError(Exception):
+    """A step has to run without a graph."""
+
+
+def _check_arguments(kwargs: dict[str, Any]) -> None:
+    """Refuse what a captured step would not do."""
+    if torch.is_grad_enabled():
+        raise _RefusedError("gradients are on; use torch.no_grad()")
+    for name, value in kwargs.items():
+        if name in _READ or name in _NOT_READ or value is None or value is False:
+            continue
+        raise _RefusedError(f"forward was given {name}")
+    if kwargs.get("return_dict") is False or kwargs.get("use_cache") is False:
+        raise _RefusedError("the output is asked for as a tuple or without a cache")
+
+
+def model_obstacle(model: PreTrainedModel) -> str | None:
+    """Why a model's forward cannot be captured, as far as that can be seen from outside."""
+    kind = model.device.type
+    if kind not in _GRAPHED + _UNGRAPHED:
+        return f"the model is on {kind}, not on a CUDA device"
+    config = model.config
+    if any(getattr(config, f"output_{name}", False) for name in ("hidden_states", "attentions", "router_logits")):
+        return "the model's config asks for hidden states, attentions or router logits"
+    if {parameter.device for parameter in model.parameters()} != {model.device}:
+        return "its weights lie on several devices"
+    for name, module in model.named_modules():
+        if hasattr(module, "_hf_hook"):
+            return f"accelerate moves the weights of {name or 'the model'}"
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(getattr(hook, "__module__", "") != _OWN_HOOKS for hook in hooks):
+            return f"{name or 'the model'} has forward hooks, which a replay would not call"
+    return None
+
+
+def graph_steps(model: PreTrainedModel, options: DecodeConfig) -> None:
+    """Let a model's single-token steps run in a graph, or not, as the options say."""
+    if options.cuda_graph is False:
+        run_eagerly(model)
+        return
+    runner = vars(model).get("forward")
+    if isinstance(runner, StepRunner):
+        runner.options = options
+        return
+    if runner is not None:
+        raise ValueError(
+            f"decode: the forward of this {type(model).__name__} was replaced already (by accelerate, or by hand)"
+        )
+    vars(model)["forward"] = StepRunner(model, options)
+
+
+def run_eagerly(model: PreTrainedModel) -> None:
+    """Take :func:`graph_steps` back."""
+    if isinstance(vars(model).get("forward"), StepRunner):
+        del vars(model)["forward"]

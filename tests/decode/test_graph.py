@@ -1,0 +1,103 @@
+"""Captured steps on a GPU: run with ``pytest -m gpu`` on a machine that has one."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import hf_subbyte_moe
+from hf_subbyte_moe.cache import EntropySubbyteCache
+from hf_subbyte_moe.compat import CACHE_KW, cache_of
+from hf_subbyte_moe.decode import runner
+from support.models import left_padded, prompt, tiny_model
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+EXACT = {"policy": "uniform:exact", "window": 8, "sinks": 2}
+MIXED = {"bits": 3.0}
+STEPS = 400
+WIDE = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def model_of(kind: str, cache: dict[str, Any], dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    model = tiny_model(kind, **options).to("cuda", dtype)
+    model.set_experts_implementation("batched_mm")
+    return hf_subbyte_moe.apply(model, {"kv_cache": cache, "decode": {"cuda_graph": True}})
+
+
+def forced(model: Any, ids: torch.Tensor, start: int) -> tuple[torch.Tensor, Any]:
+    """``[steps, rows, vocabulary]`` logits of known tokens, one at a time behind a prompt, and what computed them."""
+    cache = EntropySubbyteCache(model.config, **model.config.hf_subbyte_moe["kv_cache"])
+    with torch.no_grad():
+        logits = [model(ids[:, :start], **{CACHE_KW: cache}).logits[:, -1]]
+        for step in range(start, ids.shape[1]):
+            logits.append(model(ids[:, step : step + 1], **{CACHE_KW: cache}).logits[:, -1])
+    steps = model.forward.graphed(cache) if "forward" in vars(model) else None
+    return torch.stack(logits), steps
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen3_moe"])
+def test_replays_equal_the_same_steps_without_a_graph(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(kind, MIXED, **WIDE)
+    ids = prompt(700 + STEPS, rows).cuda()
+    replayed, graph = forced(model, ids, 700)
+    assert graph.replays == STEPS - graph.captures  # a warm-up for each capture
+    assert graph.captures <= 2  # flushes do not capture again, but for a pool that grew
+    monkeypatch.setattr(runner, "_GRAPHED", ())
+    monkeypatch.setattr(runner, "_UNGRAPHED", ("cuda",))
+    model.forward._room = None
+    launched, plain = forced(model, ids, 700)
+    assert plain.captures == plain.replays == 0
+    assert torch.equal(replayed, launched)
+    hf_subbyte_moe.apply(model, {"kv_cache": MIXED})
+    eager, _ = forced(model, ids, 700)
+    error = (replayed.float() - eager.float()).abs().max()
+    assert error <= 0.03 * eager.float().abs().max()  # other sums of the same numbers in bf16
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"])
+def test_tokens_equal_dynamic_cache(kind: str) -> None:
+    model = tiny_model(kind).cuda()
+    model.set_experts_implementation("batched_mm")
+    ids, mask = (tensor.cuda() for tensor in left_padded([prompt(40, seed=1), prompt(170, seed=2)]))
+    settings: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 140, "return_dict_in_generate": True}
+    for options in ({"do_sample": False}, {"do_sample": True, "top_k": 5}):
+        torch.manual_seed(0)
+        plain = model.generate(ids, **settings, **options)
+        hf_subbyte_moe.apply(model, {"kv_cache": EXACT, "decode": {"cuda_graph": "auto"}})
+        torch.manual_seed(0)
+        made = model.generate(ids, **settings, **options)
+        assert torch.equal(made.sequences, plain.sequences)
+        steps = model.forward.graphed(cache_of(made))
+        assert steps is not None, model.forward.refused
+        assert steps.replays > 100
+        hf_subbyte_moe.restore(model)
+
+
+def test_memory_does_not_grow() -> None:
+    model = model_of("qwen3_moe", MIXED, **WIDE)
+    cache = EntropySubbyteCache(model.config, **MIXED)
+    ids = prompt(300).cuda()
+    token = ids[:, :1]
+    held = []
+    with torch.no_grad():
+        model(ids, **{CACHE_KW: cache})
+        for step in range(3000):
+            model(token, **{CACHE_KW: cache})
+            if step % 1000 == 999:
+                torch.cuda.synchronize()
+                held.append(torch.cuda.memory_allocated() - cache.allocated_bytes())
+        for _ in range(8):  # caches come and go
+            other = EntropySubbyteCache(model.config, **MIXED)
+            model(ids, **{CACHE_KW: other})
+            for _ in range(4):
+                model(token, **{CACHE_KW: other})
+            torch.cuda.synchronize()
+            held.append(torch.cuda.memory_allocated() - cache.allocated_bytes() - other.allocated_bytes())
+    assert max(held[1:3]) - held[0] < 1 << 20, held
+    assert held[-1] - held[4] < 1 << 20, held

@@ -1,0 +1,236 @@
+"""Steps at fixed addresses without a graph, on the CPU, against the cache's ordinary steps."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import StoppingCriteria, TextStreamer
+
+import hf_subbyte_moe
+from hf_subbyte_moe.cache import CACHE_NAME, EntropySubbyteCache, count_packed_reads
+from hf_subbyte_moe.compat import CACHE_KW, cache_of
+from hf_subbyte_moe.config import DecodeConfig, SubByteConfig
+from hf_subbyte_moe.decode import StepRunner, runner
+from support.models import left_padded, prompt, tiny_model
+
+
+EXACT = {"policy": "uniform:exact", "window": 8, "sinks": 2}
+LOSSY = {"bits": 4.0, "window": 8, "sinks": 2}
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU takes steps at fixed addresses, too."""
+    monkeypatch.setattr(runner, "_UNGRAPHED", ("cpu",))
+
+
+def generate(model: Any, ids: torch.Tensor, **options: Any) -> Any:
+    settings: dict[str, Any] = {"max_new_tokens": 140, "do_sample": False, "output_logits": True}
+    torch.manual_seed(7)
+    return model.generate(ids, return_dict_in_generate=True, **{**settings, **options})
+
+
+def both(kind: str, cache: dict[str, Any]) -> tuple[Any, Any]:
+    """The same model with ordinary steps and with steps at fixed addresses."""
+    plain = hf_subbyte_moe.apply(tiny_model(kind), {"kv_cache": cache})
+    stepped = hf_subbyte_moe.apply(tiny_model(kind), {"kv_cache": cache, "decode": {"cuda_graph": True}})
+    return plain, stepped
+
+
+def assert_same(left: Any, right: Any) -> None:
+    assert torch.equal(left.sequences, right.sequences)
+    for one, other in zip(left.logits, right.logits, strict=True):
+        assert torch.equal(one, other)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20, "num_return_sequences": 2},
+    "chunked prefill": {"prefill_chunk_size": 60},
+}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    ("kind", "mode", "cache"),
+    [
+        ("llama", "sampling", EXACT),
+        ("llama", "chunked prefill", LOSSY),
+        ("mixtral", "greedy", LOSSY),
+        ("qwen3_moe", "sampling", LOSSY),
+        ("deepseek_v2", "greedy", LOSSY),
+    ],
+)
+def test_steps_equal_ordinary_ones_bit_for_bit(kind: str, mode: str, cache: dict[str, Any]) -> None:
+    plain, stepped = both(kind, cache)
+    ids = prompt(170)
+    made = generate(stepped, ids, **MODES[mode])
+    assert_same(generate(plain, ids, **MODES[mode]), made)
+    steps = stepped.forward.graphed(cache_of(made))
+    assert steps is not None
+    assert steps.steps.left < 100  # they were taken
+    assert cache_of(made).layers[0].rows.store.counts.min() >= 2
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_rows_of_different_length_pack_at_different_steps() -> None:
+    plain, stepped = both("mixtral", LOSSY)
+    ids, mask = left_padded([prompt(40, seed=1), prompt(170, seed=2), prompt(3, seed=3)])
+    made = generate(stepped, ids, attention_mask=mask, max_new_tokens=160)
+    assert_same(generate(plain, ids, attention_mask=mask, max_new_tokens=160), made)
+    assert cache_of(made).layers[0].rows.store.counts.tolist() == [1, 2, 1]
+
+
+class _Interrupt(StoppingCriteria):
+    """Raises in the middle of generation."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if input_ids.shape[1] == self.length:
+            raise KeyboardInterrupt
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_generation_goes_on_after_an_interruption() -> None:
+    plain, stepped = both("qwen3_moe", LOSSY)
+    ids = prompt(170)
+    whole = generate(plain, ids)
+    cache = EntropySubbyteCache(stepped.config, **LOSSY)
+    with pytest.raises(KeyboardInterrupt):
+        stepped.generate(
+            ids, max_new_tokens=150, do_sample=False, stopping_criteria=[_Interrupt(200)], **{CACHE_KW: cache}
+        )
+    assert cache.get_seq_length() == 199  # the newest token has not been read
+    rest = generate(stepped, whole.sequences[:, :200], max_new_tokens=110, **{CACHE_KW: cache})
+    assert torch.equal(rest.sequences, whole.sequences)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_cache_that_changed_between_steps_is_followed() -> None:
+    plain, stepped = both("llama", LOSSY)
+    ids = prompt(400)
+    first, second = (generate(model, ids, max_new_tokens=20) for model in (plain, stepped))
+    for made in (first, second):
+        cache_of(made).crop(-30)
+    again = ids[:, :390]
+    left, right = (
+        generate(model, again, max_new_tokens=60, **{CACHE_KW: cache_of(made)})
+        for model, made in ((plain, first), (stepped, second))
+    )
+    assert_same(left, right)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_two_models_and_two_caches_take_turns() -> None:
+    plain, stepped = both("llama", LOSSY)
+    other_plain, other = both("qwen3_moe", LOSSY)
+    ids = prompt(150)
+    caches = [EntropySubbyteCache(model.config, **LOSSY) for model in (stepped, stepped, other)]
+    expected = [EntropySubbyteCache(model.config, **LOSSY) for model in (plain, plain, other_plain)]
+    with torch.no_grad():
+        for models, made in (((stepped, stepped, other), caches), ((plain, plain, other_plain), expected)):
+            for model, cache, seed in zip(models, made, range(3), strict=True):
+                model(prompt(200, seed=seed), **{CACHE_KW: cache})
+        for step in range(70):
+            token = ids[:, step : step + 1]
+            for index, model in enumerate((stepped, stepped, other)):
+                reference = (plain, plain, other_plain)[index]
+                left = model(token, **{CACHE_KW: caches[index]}).logits
+                right = reference(token, **{CACHE_KW: expected[index]}).logits
+                assert torch.equal(left, right)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_streamers_and_reads_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    class Ids(TextStreamer):
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.seen += value.flatten().tolist()
+
+        def end(self) -> None: ...
+
+    plain, stepped = both("llama", LOSSY)
+    seen = []
+    for model in (plain, stepped):
+        streamer = Ids()
+        with count_packed_reads() as reads:
+            made = generate(model, prompt(170), streamer=streamer)
+        assert streamer.seen == made.sequences[0].tolist()
+        seen.append((streamer.seen, reads.tokens))
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("llama", {"num_beams": 2}, "the model is on cpu"),
+        ("llama", {"output_hidden_states": True}, "output_hidden_states"),
+        ("gpt_oss", {}, "DynamicSlidingWindowLayer"),
+        ("llama", {"prompt_lookup_num_tokens": 2}, "may be taken back"),
+    ],
+)
+def test_what_cannot_be_captured_runs_as_before_and_says_so_once(
+    kind: str,
+    options: dict[str, Any],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if "cpu" not in reason:
+        monkeypatch.setattr(runner, "_UNGRAPHED", ("cpu",))
+    plain = hf_subbyte_moe.apply(tiny_model(kind), {"kv_cache": LOSSY})
+    model = hf_subbyte_moe.apply(tiny_model(kind), {"kv_cache": LOSSY, "decode": {}})
+    options = {"max_new_tokens": 12, **options}
+    made, expected = generate(model, prompt(60), **options), generate(plain, prompt(60), **options)
+    assert torch.equal(made.sequences, expected.sequences)
+    messages = [record.message for record in caplog.records if "without a CUDA graph" in record.message]
+    assert len(messages) == 1
+    assert reason in messages[0]
+    assert model.forward.refused == [messages[0].partition(": ")[2]]
+    hf_subbyte_moe.apply(model, {"kv_cache": LOSSY, "decode": {"cuda_graph": True}})
+    with pytest.raises(ValueError, match=reason):
+        generate(model, prompt(60), **options)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_hooks_are_seen() -> None:
+    _, model = both("llama", LOSSY)
+    calls = []
+    handle = model.model.layers[0].register_forward_hook(lambda *args: calls.append(1))
+    with pytest.raises(ValueError, match="forward hooks"):
+        generate(model, prompt(30), max_new_tokens=4)
+    handle.remove()
+    assert generate(model, prompt(30), max_new_tokens=4).sequences.shape[1] == 34
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_other_calls_and_copies_are_the_models_own() -> None:
+    model = tiny_model("mixtral")
+    ids = prompt(40)
+    expected = generate(model, ids, max_new_tokens=8)
+    hf_subbyte_moe.apply(model, {"decode": {}})
+    assert isinstance(model.forward, StepRunner)
+    assert_same(generate(model, ids, max_new_tokens=8), expected)  # DynamicCache
+    packed = generate(model, ids, max_new_tokens=8, cache_implementation=CACHE_NAME, cache_config=EXACT)
+    assert torch.equal(packed.sequences, expected.sequences)
+    copied = copy.deepcopy(model)
+    assert copied.forward.model is copied
+    assert_same(generate(copied, ids, max_new_tokens=8), expected)
+    hf_subbyte_moe.restore(model)
+    assert "forward" not in vars(model)
+
+
+def test_options() -> None:
+    assert SubByteConfig.from_dict({"decode": {}}).decode == DecodeConfig()
+    options = {"version": 1, "decode": {"cuda_graph": True}}
+    assert SubByteConfig.from_dict(options).to_dict() == options
+    with pytest.raises(ValueError, match="cuda_graph='yes' is not possible"):
+        DecodeConfig.from_dict({"cuda_graph": "yes"})
+    with pytest.raises(ValueError, match="unknown key 'graph' in decode"):
+        DecodeConfig.from_dict({"graph": True})
