@@ -9,9 +9,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hf_subbyte_moe.cli.calibrate_predictor import calibrate_predictor
 from hf_subbyte_moe.cli.running import load_model
 from hf_subbyte_moe.cli.texts import DataFile, ModelName, beside_model, windows_of
 from hf_subbyte_moe.config import KVCacheConfig
+from hf_subbyte_moe.experts import PREDICTOR_SIDECAR_NAME
 from hf_subbyte_moe.policy import CANDIDATES, SIDECAR_NAME, Calibration, calibrate
 from hf_subbyte_moe.policy.calibrate import SCORED_TOKENS
 
@@ -28,6 +30,10 @@ def calibrate_model(
     windows: Annotated[int, typer.Option(min=2, help="Texts to measure on.")] = 24,
     context: Annotated[int, typer.Option(min=300, help="Tokens of each before those that are predicted.")] = 1024,
     seed: Annotated[int, typer.Option(help="Chooses texts and labels.")] = 0,
+    predictor: Annotated[
+        bool,
+        typer.Option("--predictor", help=f"Train what foretells experts instead; writes {PREDICTOR_SIDECAR_NAME}."),
+    ] = False,
 ) -> None:
     """Measure what each tier costs in each layer, head and side, for policy and codebook "calibrated".
 
@@ -35,6 +41,9 @@ def calibrate_model(
     """
     console = Console()
     loaded, tokenizer = load_model(model, cpu_dtype=torch.float32)  # faster there than bf16
+    if predictor:
+        calibrate_predictor(console, loaded, tokenizer, data, out, windows, context, seed)
+        return
     out = out or beside_model(loaded, SIDECAR_NAME, "a sidecar")
     ids = windows_of(loaded, tokenizer, data, windows, context + SCORED_TOKENS, seed)
     found = calibrate(loaded, ids, seed, progress="calibration")

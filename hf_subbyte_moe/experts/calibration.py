@@ -29,7 +29,6 @@ from hf_subbyte_moe.routing.traces import recorded
 
 CONTROL = "control"
 _EXTRA = 2  # experts fetched beside the k that are needed
-_UNSEEN = 4  # one text in so many checks
 _STEPS, _BATCH, _RATE = 600, 512, 5e-3
 
 
@@ -172,7 +171,7 @@ def _train(
 def measure_accuracy(
     model: PreTrainedModel, seen: Seen, gate: StaleGate | None = None, heads: Heads | None = None
 ) -> list[Accuracy]:
-    """How well each predictor foretells each layer's choice.
+    """How well each predictor foretells each layer's choice; the first layer has no predecessor.
 
     Args:
         model: the model.
@@ -197,6 +196,17 @@ def measure_accuracy(
         ways[PREVIOUS] = partial(_previous_scores, chosen, experts, seen.tokens)
         for name, scores in ways.items():
             found.append(_accuracy(name, layer, scores(), chosen, top_k))
+    return found
+
+
+def mean_accuracy(accuracy: list[Accuracy]) -> dict[str, Accuracy]:
+    """Means over layers, by predictor; the layer is how many there were."""
+    found = {}
+    for name in dict.fromkeys(layer.predictor for layer in accuracy):
+        own = [layer for layer in accuracy if layer.predictor == name]
+        shares = [sum(layer.found[extra] for layer in own) / len(own) for extra in range(_EXTRA + 1)]
+        exact = sum(layer.exact for layer in own) / len(own)
+        found[name] = Accuracy(name, len(own), (shares[0], shares[1], shares[2]), exact)
     return found
 
 

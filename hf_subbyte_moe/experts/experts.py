@@ -393,7 +393,7 @@ class Guard:
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """As ``nn.Module._apply``."""
         refuse_conversion(fn, self._layout)
-        changed: nn.Module = type(self._model)._apply(self._model, fn, recurse)  # type: ignore[no-untyped-call]
+        changed: nn.Module = type(self._model)._apply(self._model, fn, recurse)
         return changed
 
 

@@ -71,7 +71,7 @@ class HostBuffer:
 
 
 def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()
 
 
 def _register(tensor: torch.Tensor) -> bool:

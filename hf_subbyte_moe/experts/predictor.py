@@ -123,7 +123,6 @@ class StaleGate:
                 raise ValueError(f"prefetch {GATE!r} does not support router {place.name}: it takes more than states")
         self.places, self.states = places, states
         self.usable = True
-        self._expected: list[Tensor | None] = [None] * len(places)
         self._checked = [False] * len(places)
 
     def ask(self, layer: int, state: Tensor) -> Tensor:
@@ -153,6 +152,10 @@ class StaleGate:
         if not torch.equal(self.ask(layer, state).sort(-1).values, chosen.to(torch.int64).sort(-1).values):
             self.usable = False
             logger.warning("experts: layer %d's gate does not repeat its choice, so prefetch does not use it", layer)
+
+    def usable_without_check(self) -> None:
+        """Do not compare with choices: they are not the routers' own."""
+        self._checked = [True] * len(self._checked)
 
     def known(self, layer: int) -> list[int]:
         """Nothing."""

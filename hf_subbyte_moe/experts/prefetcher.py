@@ -171,8 +171,12 @@ class Prefetcher:
     def _bring(self, layer: int, key: int, keep: set[int]) -> int:
         load = self._ahead.get(layer, {}).pop(key, None)
         if load is None:
-            load = Load(self.pool.claim(keep))
-            assert load.slot >= 0
+            slot = self.pool.claim(keep)
+            if slot < 0:  # the rest is being filled for others
+                self._give_up_loads(keep)
+                slot = self.pool.claim(keep)
+            assert slot >= 0
+            load = Load(slot)
         elif load.done:
             self.counters.used_ahead(layer, load.done * self.bank.layout.dtype.itemsize)
         try:
@@ -186,6 +190,14 @@ class Prefetcher:
             raise
         self.pool.put(key, load.slot)
         return source.nbytes
+
+    def _give_up_loads(self, keep: set[int]) -> None:
+        size = self.bank.layout.dtype.itemsize
+        for layer, loads in self._ahead.items():
+            for key in [key for key in loads if key not in keep]:
+                load = loads.pop(key)
+                self.pool.give_back(load.slot)
+                self.counters.wasted(layer, load.done * size)
 
     def _note_arriving(self, keys: Sequence[int]) -> None:
         """A demand failed half way: what was copied must still be waited for."""

@@ -172,7 +172,8 @@ class TensorFile:
     def map(self) -> Tensor:
         """The tensor, mapped into memory: read when it is touched."""
         with safe_open(self.path, framework="pt") as file:
-            return file.get_tensor(self.name)
+            mapped: Tensor = file.get_tensor(self.name)
+            return mapped
 
 
 class DiskBank:

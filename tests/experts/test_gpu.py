@@ -1,0 +1,127 @@
+"""Placed experts on a GPU: bit for bit, with copies and computations slowed at random."""
+
+import logging
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_subbyte_moe
+from hf_subbyte_moe.experts import PlacedExperts, memory
+from hf_subbyte_moe.experts.link import CudaLink
+from support.experts import always, offloaded, same, steps
+from support.models import prompt
+from support.moe import MOE_CONFIGS, tiny_moe
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("family", MOE_CONFIGS)
+def test_exact(family: str, implementation: str) -> None:
+    model = tiny_moe(family).to("cuda", torch.bfloat16)
+    model.set_experts_implementation(implementation)
+    ids = prompt(14).cuda()
+    expected = steps(model, ids)
+    for slots in (4, 7, 16):
+        engine = offloaded(model, slots)
+        assert engine.bank.pinned
+        assert same(expected, steps(model, ids))
+    hf_subbyte_moe.restore(model)
+    assert same(expected, steps(model, ids))
+
+
+class SlowLink(CudaLink):
+    """Copies and what follows a choice wait at random."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda", torch.cuda.current_device()))
+        self.speed = 20e9
+        self._random = random.Random(0)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(self._random.choice((0, 0, 20_000, 400_000)))
+        super().copy(target, source)
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(self._random.choice((0, 0, 20_000, 400_000)))
+
+    def use(self, ticket: Any, timed: bool = False) -> None:
+        super().use(ticket, timed)
+        torch.cuda._sleep(self._random.choice((0, 20_000, 400_000)))  # the computation reads its slots late
+
+
+@pytest.mark.parametrize("way", ["off", "gate", "previous"])
+@pytest.mark.parametrize("slots", [12, 20])
+def test_slowed_copies(slots: int, way: str) -> None:
+    model = tiny_moe("mixtral", num_hidden_layers=6).to("cuda", torch.bfloat16)
+    model.set_experts_implementation("batched_mm")
+    ids = prompt(80).cuda()
+    expected = steps(model, ids)
+    engine = offloaded(model, slots, prefetch=way)
+    engine.make_link = SlowLink
+    always(engine, way)
+    for _ in range(2):
+        assert same(expected, steps(model, ids))
+    if way == "gate":
+        assert engine.counters.total("ahead_bytes") > 0
+
+
+def test_generate_follows_the_kernel_path() -> None:
+    model: Any = tiny_moe("qwen3_moe").to("cuda", torch.bfloat16)
+    ids = prompt(20, rows=2).cuda()
+    options = {"max_new_tokens": 24, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    offloaded(model, 5)
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    assert same(expected.logits, found.logits)
+    assert torch.equal(expected.sequences, found.sequences)
+
+
+def test_everything_else_is_on_the_gpu() -> None:
+    model = tiny_moe("mixtral")
+    offloaded(model, 5)
+    for module in model.modules():
+        kind = "cpu" if isinstance(module, PlacedExperts) else "cuda"
+        assert all(weight.device.type == kind for weight in module.parameters(recurse=False))
+    expected = steps(model, prompt(12).cuda())
+    model.to("cpu")
+    moved = steps(model, prompt(12))
+    torch.testing.assert_close(moved, [logits.cpu() for logits in expected], atol=2e-3, rtol=2e-3)
+    model.to("cuda")
+    assert same(expected, steps(model, prompt(12).cuda()))
+
+
+def test_pageable_memory_works_and_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    class Full:
+        @staticmethod
+        def cudaHostRegister(*_: int) -> int:  # noqa: N802 (CUDA's name)
+            return 2
+
+    model = tiny_moe("mixtral").to("cuda")
+    expected = steps(model, prompt(12).cuda())
+    monkeypatch.setattr(memory, "_cudart", Full)
+    with caplog.at_level(logging.WARNING):
+        engine = offloaded(model, 4)
+    assert not engine.bank.pinned
+    assert "could not be pinned (CUDA error 2)" in caplog.text
+    assert same(expected, steps(model, prompt(12).cuda()))
+
+
+def test_link_is_measured_and_stalls_are_counted() -> None:
+    torch.manual_seed(0)
+    model = tiny_moe("mixtral", hidden_size=512, intermediate_size=2048).to("cuda", torch.bfloat16)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.05)
+    engine = offloaded(model, 4, prefetch="off")
+    steps(model, prompt(30).cuda())
+    assert engine.link_speed is not None
+    assert 1e9 < engine.link_speed < 1e12
+    assert engine.counters.stall_seconds > 0
