@@ -136,7 +136,10 @@ def _route(hidden: Tensor, matrix: RouterMatrix, spec: RouterSpec, top_k: int) -
         weights = torch.softmax(weights, dim=-1, dtype=torch.float32)
     elif spec.norm != "none":
         total = weights.sum(dim=-1, keepdim=True)
-        total = total + spec.eps if spec.norm == "sum_eps" else total.clamp(min=spec.eps or None)
+        if spec.norm == "sum_eps":
+            total = total + spec.eps
+        elif spec.norm == "clamped_sum":
+            total = total.clamp(min=spec.eps)
         weights = weights / total
     weights = weights * spec.scale if spec.scale != 1.0 else weights
     return logits, weights.to(torch.float32 if spec.float_weights else hidden.dtype), index
