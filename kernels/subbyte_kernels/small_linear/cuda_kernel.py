@@ -1,0 +1,77 @@
+"""Linear layers of 1 to 8 tokens in CUDA C++ (``small_linear.cu``), one launch for up to three matrices."""
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from subbyte_kernels import nvrtc
+from subbyte_kernels.small_linear.reference import MAX_LINEAR_TOKENS
+
+
+_SOURCE = Path(__file__).with_name("small_linear.cu")
+_UNIT = 256  # channels that a warp loads at once
+_MAX_WIDTH = 16384
+_WARPS = 8
+_BLOCKS = 2  # of a multiprocessor
+_MATRICES = 3
+
+
+def linear_obstacle(hidden: Tensor, weights: Sequence[Tensor]) -> str | None:
+    """Why the kernel cannot compute a call, or None; looks at shapes alone."""
+    if not hidden.is_cuda:
+        return f"the tensors lie on {hidden.device}, not on a CUDA device"
+    missing = nvrtc.obstacle(hidden.device.index)
+    if missing is not None:
+        return missing
+    tokens, width = hidden.shape
+    if not 1 <= tokens <= MAX_LINEAR_TOKENS or len(weights) > _MATRICES:
+        return f"it takes 1 to {MAX_LINEAR_TOKENS} tokens and {_MATRICES} matrices, not {tokens} and {len(weights)}"
+    if hidden.dtype not in (torch.float16, torch.bfloat16) or {weight.dtype for weight in weights} != {hidden.dtype}:
+        return "it takes fp16 and bf16, states and weights alike"
+    if width % _UNIT or width > _MAX_WIDTH or tokens * width > _MAX_WIDTH * 6:
+        return f"it takes a multiple of {_UNIT} channels up to {_MAX_WIDTH}, not {width}"
+    if not all(weight.is_contiguous() for weight in weights):
+        return "a matrix is not contiguous"
+    return None
+
+
+def defined(width: int, tokens: int, dtype: torch.dtype) -> dict[str, object]:
+    """What the kernel's text wants to know."""
+    loads = width // _UNIT
+    stage = max(part for part in range(1, 9) if loads % part == 0)
+    return {
+        "WIDTH": width,
+        "TOKENS": tokens,
+        "STAGE": stage,
+        "WARPS": _WARPS,
+        "MODEL_BF16": int(dtype == torch.bfloat16),
+    }
+
+
+@lru_cache(maxsize=64)
+def _kernel(device: int, width: int, tokens: int, dtype: torch.dtype) -> nvrtc.Kernel:
+    shared = tokens * width * 2
+    return nvrtc.Kernel(
+        _SOURCE, "small_linear", defined(width, tokens, dtype), device, 32 * _WARPS, shared, waits=True
+    )
+
+
+def small_linear_cuda(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Arguments and result as :func:`small_linear_reference`."""
+    hidden = hidden.contiguous()
+    tokens, width = hidden.shape
+    device = hidden.device.index
+    ends = [sum(weight.shape[0] for weight in weights[: count + 1]) for count in range(_MATRICES)]
+    output = hidden.new_empty(tokens, ends[-1])
+    addresses = [weight.data_ptr() for weight in weights]
+    addresses += addresses[-1:] * (_MATRICES - len(addresses))
+    params = struct.pack("<5Q3i4x", hidden.data_ptr(), *addresses, output.data_ptr(), *ends)
+    multiprocessors = nvrtc.device_limits(device)[0]
+    blocks = min(-(-ends[-1] // _WARPS), multiprocessors * _BLOCKS)
+    kernel = _kernel(device, width, tokens, hidden.dtype)
+    kernel.launch((blocks, 1, 1), params, torch._C._cuda_getCurrentRawStream(device))
+    return output
