@@ -130,7 +130,7 @@ def explain(model_or_cache: PreTrainedModel | EntropySubbyteCache) -> Explanatio
 
 
 def cache_size(cache: EntropySubbyteCache) -> CacheSize:
-    """Bytes and the three counts of bits of a cache; under tensor parallelism of all ranks, each of which must call."""
+    """Bytes and the three counts of bits of a cache. Under tensor parallelism of all ranks, which all must call."""
     code, record, packed, values, plain, tokens = 0.0, 0.0, 0, 0, 0, 0
     ranks = None
     for layer in cache.packed_layers.values():
@@ -151,7 +151,7 @@ def cache_size(cache: EntropySubbyteCache) -> CacheSize:
     total, others = cache.allocated_bytes(), cache.other_bytes()
     if ranks is not None:
         counts = np.array([code, record, packed, values, plain, total, others], dtype=np.float64)
-        code, record, *whole = sum(ranks.gather(counts)).tolist()
+        code, record, *whole = np.sum(ranks.gather(counts), axis=0).tolist()
         packed, values, plain, total, others = (int(count) for count in whole)
     return CacheSize(
         tokens=tokens,

@@ -74,7 +74,7 @@ def head_ranks(module: torch.nn.Module) -> HeadRanks | None:
 
 
 def local_columns(weight: Tensor) -> Tensor | None:
-    """This rank's input columns ``[out, in / ranks]`` of a weight that is sharded by them; None for other shardings."""
+    """This rank's part ``[out, in / ranks]`` of a weight that is sharded by its inputs; None for other weights."""
     placements = getattr(weight, "placements", None)
     if placements is None:
         return None
