@@ -290,13 +290,18 @@ class DecodeConfig:
     Attributes:
         cuda_graph: ``"auto"`` (the whole step is captured once and replayed, where that is possible), ``True`` (or it
             is an error) or ``False``.
+        fused: such steps go through fused kernels where the model's family has them; ``False`` keeps to its modules,
+            whose sums are those of a step without a graph.
     """
 
     cuda_graph: bool | str = AUTO
+    fused: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.cuda_graph, bool) and self.cuda_graph != AUTO:
             raise _fail("cuda_graph", self.cuda_graph, f"{AUTO!r}, true or false")
+        if not isinstance(self.fused, bool):
+            raise _fail("fused", self.fused, "true or false")
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any], section: str = "decode") -> "DecodeConfig":

@@ -7,10 +7,12 @@ plain PyTorch reference. A caller does not know.
 import torch
 from torch import Tensor
 
+from subbyte_kernels.add_norm import add_norm
 from subbyte_kernels.attention_statistics import TokenStatistics, attention_statistics_reference
 from subbyte_kernels.decode_attention import BACKENDS, MAX_TOKENS, AttentionResult, AttentionTiles, ExactTokens
 from subbyte_kernels.decode_attention import decode_attention as selected_attention
 from subbyte_kernels.decode_attention.steady import Scratch, SteadyAttention, tiles_ahead
+from subbyte_kernels.expert_mlp import MAX_EXPERT_TOKENS, ExpertCall, ExpertFormat, ExpertLayout, expert_mlp
 from subbyte_kernels.formats import (
     NO_PAGE,
     TILE_TOKENS,
@@ -25,10 +27,14 @@ from subbyte_kernels.lanes import Order, pack_tile_codes, transpose_scales
 from subbyte_kernels.pack_tiles import pack_tiles as selected_packing
 from subbyte_kernels.pack_tiles import unpack_tiles_reference
 from subbyte_kernels.pack_tiles.reference import nearest_entries, normalize_tokens, split_outliers
+from subbyte_kernels.rotary import HeadNorms, TokenPlace, rotary
+from subbyte_kernels.router import RouterMatrix, RouterSpec, router
+from subbyte_kernels.small_linear import small_linear
 
 
 __all__ = [
     "BACKENDS",
+    "MAX_EXPERT_TOKENS",
     "MAX_TOKENS",
     "NO_PAGE",
     "TILE_TOKENS",
@@ -36,14 +42,23 @@ __all__ = [
     "AttentionTiles",
     "Encoding",
     "ExactTokens",
+    "ExpertCall",
+    "ExpertFormat",
+    "ExpertLayout",
+    "HeadNorms",
     "Order",
     "PackedTiles",
+    "RouterMatrix",
+    "RouterSpec",
     "Scratch",
     "SteadyAttention",
     "TileFormat",
+    "TokenPlace",
     "TokenStatistics",
+    "add_norm",
     "attention_statistics",
     "decode_attention",
+    "expert_mlp",
     "make_page",
     "nearest_entries",
     "normalize_tokens",
@@ -51,6 +66,9 @@ __all__ = [
     "pack_tiles",
     "page_slots",
     "page_tiers",
+    "rotary",
+    "router",
+    "small_linear",
     "split_outliers",
     "tiles_ahead",
     "unpack_tiles",

@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_subbyte_moe.cache.cache import EntropySubbyteCache
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
 from hf_subbyte_moe.cache.window import Ints
-from hf_subbyte_moe.ops import Scratch, SteadyAttention, tiles_ahead
+from hf_subbyte_moe.ops import Scratch, SteadyAttention, TokenPlace, tiles_ahead
 
 
 def steps_obstacle(cache: EntropySubbyteCache) -> str | None:
@@ -184,6 +184,21 @@ class CacheSteps:
         stored = layer.rows.codecs.balance.divided(key_states)
         for held, states in ((window.keys, stored), (window.values, value_states)):
             held.view(-1, held.shape[-1]).index_copy_(0, places, states.reshape(-1, held.shape[-1]))
+
+    @property
+    def keys_are_plain(self) -> bool:
+        """Keys are stored as the model makes them, in all layers."""
+        return all(factors is None for factors in self._factors)
+
+    def place(self, layer: EntropySubbyteLayer) -> TokenPlace:
+        """Where a layer's new token goes, for a kernel that writes it itself."""
+        return TokenPlace(layer.rows.window.keys, layer.rows.window.values, self._place)
+
+    def attend(self, layer: EntropySubbyteLayer, query: Tensor, scaling: float) -> Tensor:
+        """``[B, HQ, 1, D]``: attention of queries ``[B, HQ, 1, D]`` to a layer whose keys are plain."""
+        tiles = layer.rows.packed() if layer.has_tiles else None
+        exact = layer.rows.seen(self.visible)
+        return self._attention[id(layer)](query, exact, tiles, scaling, None, None, layer.backend).output
 
     def attention_of(self, layer: EntropySubbyteLayer) -> SteadyAttention:
         """What computes a layer's attention."""

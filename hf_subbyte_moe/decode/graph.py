@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 
 from hf_subbyte_moe.cache import CacheSteps, EntropySubbyteCache
 from hf_subbyte_moe.compat import CACHE_KW
+from hf_subbyte_moe.decode.fused import FusedStep
 
 
 Forward = Callable[..., ModelOutput]
@@ -68,7 +69,12 @@ class GraphedStep:
     """
 
     def __init__(
-        self, cache: EntropySubbyteCache, ids: Tensor, positions: Tensor, room: CaptureRoom | None, whole: bool = True
+        self,
+        cache: EntropySubbyteCache,
+        ids: Tensor,
+        positions: Tensor,
+        room: CaptureRoom | None,
+        fused: FusedStep | None = None,
     ) -> None:
         """Prepare for steps of these shapes.
 
@@ -77,15 +83,20 @@ class GraphedStep:
             ids: ``[B, 1]`` a step's tokens.
             positions: their positions, as the model takes them.
             room: for graphs; None runs every step without one.
-            whole: keep every entry of the model's output, not its logits alone.
+            fused: computes what it can in place of the model's forward.
         """
         self.steps = CacheSteps(cache)
         self._ids, self._positions = torch.empty_like(ids), torch.empty_like(positions)
-        self._room, self._whole = room, whole
+        self._room, self._fused = room, fused
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output: ModelOutput | None = None
         self._warm = self._captured = -1  # epochs
         self.captures = self.replays = 0
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether steps are computed by fused kernels."""
+        return self._fused is not None and self.steps.keys_are_plain
 
     def fits(self, ids: Tensor, positions: Tensor) -> bool:
         """Whether a step's tensors have the shapes that this one was made for, and the cache its rows."""
@@ -119,6 +130,8 @@ class GraphedStep:
 
             def run() -> ModelOutput:
                 with self.steps.step():
+                    if self.is_fused and self._fused is not None:
+                        return self._fused(self.steps, cache, self._ids, self._positions)
                     return forward(**inputs)
 
             output = run() if self._room is None else self._on_device(run, self._room)

@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 from hf_subbyte_moe.cache import EntropySubbyteCache, count_step, steps_obstacle
 from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.config import DecodeConfig
+from hf_subbyte_moe.decode.fused import FusedStep
 from hf_subbyte_moe.decode.graph import CaptureError, CaptureRoom, GraphedStep
 
 
@@ -112,7 +113,8 @@ class StepRunner:
                 raise _RefusedError(reason)
             if self._room is None and ids.device.type in _GRAPHED:
                 self._room = CaptureRoom(ids.device)
-            steps = self._steps[cache] = GraphedStep(cache, ids, positions, self._room)
+            fused = self._fused_step(model, len(ids))
+            steps = self._steps[cache] = GraphedStep(cache, ids, positions, self._room, fused)
 
         try:
             output = steps(self._plain, cache, ids, positions, {"use_cache": True, "return_dict": True})
@@ -121,6 +123,15 @@ class StepRunner:
             raise
         count_step(cache)
         return output
+
+    def _fused_step(self, model: PreTrainedModel, rows: int) -> FusedStep | None:
+        if not self.options.fused:
+            return None
+        try:
+            return FusedStep(model, rows)
+        except ValueError as reason:
+            _log.info("decode steps run through the model's own modules: %s", reason)
+            return None
 
     def _refuse(self, reason: str) -> None:
         if self.options.cuda_graph is True:

@@ -34,7 +34,9 @@ def generate(model: Any, ids: torch.Tensor, **options: Any) -> Any:
 def both(kind: str, cache: dict[str, Any]) -> tuple[Any, Any]:
     """The same model with ordinary steps and with steps at fixed addresses."""
     plain = hf_subbyte_moe.apply(tiny_model(kind), {"kv_cache": cache})
-    stepped = hf_subbyte_moe.apply(tiny_model(kind), {"kv_cache": cache, "decode": {"cuda_graph": True}})
+    stepped = hf_subbyte_moe.apply(
+        tiny_model(kind), {"kv_cache": cache, "decode": {"cuda_graph": True, "fused": False}}
+    )
     return plain, stepped
 
 
@@ -80,6 +82,27 @@ def test_rows_of_different_length_pack_at_different_steps() -> None:
     made = generate(stepped, ids, attention_mask=mask, max_new_tokens=160)
     assert_same(generate(plain, ids, attention_mask=mask, max_new_tokens=160), made)
     assert cache_of(made).layers[0].rows.store.counts.tolist() == [1, 2, 1]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen3_moe"])
+def test_fused_steps_are_the_models_own_but_for_rounding(kind: str) -> None:
+    plain, stepped = both(kind, LOSSY)
+    hf_subbyte_moe.apply(stepped, {"kv_cache": LOSSY, "decode": {"cuda_graph": True}})
+    ids, mask = left_padded([prompt(60, seed=1), prompt(140, seed=2)])
+    expected, made = (generate(model, ids, attention_mask=mask, max_new_tokens=30) for model in (plain, stepped))
+    assert stepped.forward.graphed(cache_of(made)).is_fused
+    assert torch.equal(made.sequences, expected.sequences)
+    for left, right in zip(made.logits, expected.logits, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_model_that_was_changed_keeps_its_modules() -> None:
+    model = hf_subbyte_moe.apply(tiny_model("mixtral"), {"kv_cache": LOSSY, "decode": {"cuda_graph": True}})
+    model.model.layers[0].self_attn.q_proj = torch.nn.Sequential(model.model.layers[0].self_attn.q_proj)
+    made = generate(model, prompt(40), max_new_tokens=4)
+    assert not model.forward.graphed(cache_of(made)).is_fused
 
 
 class _Interrupt(StoppingCriteria):
