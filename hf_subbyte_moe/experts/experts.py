@@ -164,12 +164,6 @@ class Engine:
         if self.states is not None:
             self.states.wanted = GATE in self.predictors
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise ValueError("experts are placed outside the model: hf_subbyte_moe.restore(model) before it is copied")
-
-    def __reduce__(self) -> NoReturn:
-        raise ValueError("experts are placed outside the model: hf_subbyte_moe.restore(model) before it is pickled")
-
     @property
     def link_speed(self) -> float | None:
         """Bytes a second to the device; None before it is known."""
@@ -341,6 +335,9 @@ class PlacedExperts(nn.Module):
         if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
             found = _Untrained.apply(found, hidden_states, top_k_weights)  # type: ignore[no-untyped-call]
         return found
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ValueError("experts are outside the model: hf_subbyte_moe.restore(model) before it is copied or pickled")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move what is not in slabs; slots follow the hidden states."""

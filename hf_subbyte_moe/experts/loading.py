@@ -57,7 +57,7 @@ class Loading:
             if "offload_folder" not in kwargs:
                 self._folder = tempfile.TemporaryDirectory(prefix="hf-subbyte-moe-")
                 kwargs["offload_folder"] = self._folder.name
-            kwargs["device_map"] = {"": "cpu", **dict.fromkeys(self._names, "disk")}
+            kwargs["device_map"] = _map_around(skeleton, set(self._names))
         else:
             refuse_too_large((whole + max(layers)) * itemsize, "the model's weights")
 
@@ -72,12 +72,28 @@ class Loading:
             module = model.get_submodule(name)
             self.experts_files.append({own: _file_of(module, own) for own, _ in module.named_parameters()})
         remove_hook_from_submodules(model)
+        for module in model.modules():
+            vars(module).pop("forward", None)  # left behind: the class's own, bound
         del model.hf_device_map
 
     @property
     def folder(self) -> object:
         """Keeps the files as long as it is kept; None where they are the caller's."""
         return self._folder
+
+
+def _map_around(module: nn.Module, away: set[str], name: str = "") -> dict[str, str]:
+    """A ``device_map`` with some modules on disk and every other weight on the CPU."""
+    if name in away:
+        return {name: "disk"}
+    inside = f"{name}." if name else ""
+    if not any(other.startswith(inside) for other in away):
+        return {name: "cpu"}
+    own = [key for key, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
+    found = {inside + key: "cpu" for key in own}
+    for key, child in module.named_children():
+        found.update(_map_around(child, away, inside + key))
+    return found
 
 
 def _file_of(module: nn.Module, name: str) -> TensorFile:

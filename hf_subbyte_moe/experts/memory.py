@@ -64,10 +64,26 @@ class HostBuffer:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 block.madvise(mmap.MADV_HUGEPAGE)
+        self._block = block
         self.tensor = torch.frombuffer(block, dtype=torch.uint8)
         self.pinned = pin and _register(self.tensor)
         if self.pinned:
             weakref.finalize(self, _unregister, self.tensor)
+
+    def rows(self, dtype: torch.dtype, offset: int, shape: tuple[int, ...], stride: int) -> torch.Tensor:
+        """Equal rows at a distance, as a tensor with a storage of its own.
+
+        Whoever looks for weights that share memory, as ``save_pretrained`` does, finds none.
+
+        Args:
+            dtype: of the elements.
+            offset: of the first row, in elements.
+            shape: ``[N, *row]``.
+            stride: from row to row, in elements.
+        """
+        flat = torch.frombuffer(self._block, dtype=dtype, offset=offset * dtype.itemsize)
+        inner = torch.empty(shape[1:], device="meta").stride()
+        return flat.as_strided(shape, (stride, *inner))
 
 
 def _cudart() -> Any:

@@ -154,8 +154,11 @@ class HostBank:
 
     def weights(self, layer: int) -> dict[str, Tensor]:
         """``[E, *shape]`` of every weight of a layer, views."""
-        slabs = self.buffers[layer].tensor.view(self.layout.dtype).view(-1, self.layout.elements)
-        return self.layout.views(slabs)
+        buffer, experts = self.buffers[layer], len(self._rows[layer])
+        return {
+            part.name: buffer.rows(self.layout.dtype, part.offset, (experts, *part.shape), self.layout.elements)
+            for part in self.layout.parts
+        }
 
     def host_bytes(self) -> int:
         """Host memory that it occupies."""
