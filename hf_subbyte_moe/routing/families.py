@@ -123,7 +123,7 @@ def _returns_triple(place: RouterPlace, model: PreTrainedModel) -> bool:
     if takes_more or weight is None or weight.device.type == "meta" or router.training:
         return True
     width = model.config.get_text_config(decoder=True).hidden_size
-    tokens = torch.zeros(_PROBE_TOKENS, width, dtype=_activation_dtype(model), device=weight.device)
+    tokens = torch.zeros(_PROBE_TOKENS, width, dtype=activation_dtype(model), device=weight.device)
     with torch.no_grad():
         found = router.forward(tokens)  # no hook of a user's sees this
     return as_triple(found, place.experts, place.top_k) is not None
@@ -143,7 +143,8 @@ def as_triple(found: Any, experts: int, top_k: int) -> tuple[Tensor, Tensor, Ten
     return (logits, weights, indices) if fits and not indices.is_floating_point() else None
 
 
-def _activation_dtype(model: PreTrainedModel) -> torch.dtype:
+def activation_dtype(model: PreTrainedModel) -> torch.dtype:
+    """In which dtype routers get their states."""
     embeddings: Any = model.get_input_embeddings()
     dtype: torch.dtype = embeddings.weight.dtype
     return dtype

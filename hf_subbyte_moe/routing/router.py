@@ -1,7 +1,8 @@
 """A model's own routers, steered: each becomes an instance of a subclass of its class, and can go back.
 
 State dicts, ``isinstance``, hooks and ``output_router_logits`` see the router that they know. In mode ``native`` the
-subclass calls the model's forward and does nothing else. Routers of one model share a :class:`Trail`, so that a layer
+subclass calls the model's forward and does nothing else; for a few tokens on a GPU one launch does what that forward
+does (``fused.py``). Routers of one model share a :class:`Trail`, so that a layer
 knows where the layer before sent each token.
 
 Gives up: a token's place is followed within one forward pass only, and where layers see the same tokens.
@@ -19,7 +20,8 @@ from transformers import PreTrainedModel
 
 from hf_subbyte_moe.config import RoutingConfig
 from hf_subbyte_moe.routing.clusters import Clusters
-from hf_subbyte_moe.routing.families import as_triple, find_routers
+from hf_subbyte_moe.routing.families import activation_dtype, as_triple, find_routers
+from hf_subbyte_moe.routing.fused import FusedRouter, fused_router
 from hf_subbyte_moe.routing.modes import (
     allowed_scores,
     best_clusters,
@@ -70,6 +72,7 @@ class RouterState:
         members: ``[C, M]`` experts of every cluster, filled up with E; None likewise.
         trail: shared by the model's routers.
         steps: decode steps that one call stands for; more than one where a measurement reads known tokens at once.
+        fused: what stands for the router's own forward in mode ``native``; None where nothing does.
     """
 
     layer: int
@@ -80,6 +83,7 @@ class RouterState:
     members: Tensor | None
     trail: Trail
     steps: int = 1
+    fused: FusedRouter | None = None
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Membership and members on a device; moved once."""
@@ -146,7 +150,8 @@ class SteeredRouter(nn.Module):
         """The router's own forward."""
         state = self._hf_subbyte_moe_routing
         if state.config.mode == "native":
-            return super().forward(*args, **kwargs)
+            found = state.fused(self, *args) if state.fused is not None and len(args) == 1 and not kwargs else None
+            return super().forward(*args, **kwargs) if found is None else found
         triple: tuple[Tensor, Tensor, Tensor] | None
         if isinstance_of_sparsemixer(self):
             found = triple = self._sparsemixer(state, *args, **kwargs)
@@ -212,10 +217,12 @@ def steer(model: PreTrainedModel, config: RoutingConfig, clusters: Clusters | No
     """
     places = find_routers(model)
     trail = Trail()
+    wanted = config.fused and config.mode == "native"
+    fused = fused_router(places[0].module, activation_dtype(model)) if wanted else None
     for layer, place in enumerate(places):
         membership = None if clusters is None else clusters.membership(layer)
         members = None if clusters is None else clusters.members(layer)
-        state = RouterState(layer, place.experts, place.top_k, config, membership, members, trail)
+        state = RouterState(layer, place.experts, place.top_k, config, membership, members, trail, fused=fused)
         _swap(place.module, state)
 
 
