@@ -4,12 +4,14 @@ import typer
 
 from hf_subbyte_moe.cli.bench_cache import Contexts, Pairs, Prefills, Quick, bench_cache
 from hf_subbyte_moe.cli.bench_experts import bench_experts
+from hf_subbyte_moe.cli.bench_latency import bench_latency
 from hf_subbyte_moe.cli.demo import Bits, JsonFile, Model, PolicyName
 
 
 bench = typer.Typer(invoke_without_command=True)
 bench.command("cache")(bench_cache)
 bench.command("experts")(bench_experts)
+bench.command("latency")(bench_latency)
 
 
 @bench.callback()

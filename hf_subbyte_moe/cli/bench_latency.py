@@ -1,0 +1,289 @@
+"""``hf-subbyte-moe bench latency``: milliseconds a token of ``generate()``, stock and with our parts added one by one.
+
+Models have real shapes and random weights, because what a step costs hardly depends on what a model has learned. Every
+system generates from the same prompt; each one adds a part to the one before. A row says what share of the roofline it
+reaches: the time in which the GPU copies as many bytes as the step must read (active weights and the cache).
+"""
+
+import functools
+import gc
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+import hf_subbyte_moe
+from hf_subbyte_moe.cli.demo import JsonFile
+from hf_subbyte_moe.cli.shapes import SHAPES, random_model
+from hf_subbyte_moe.compat import cache_of
+from hf_subbyte_moe.roofline import Shape, shape_of
+
+
+STOCK, STATIC = "stock default", "stock static compiled"
+_OURS: dict[str, dict[str, Any]] = {
+    "cache": {"kv_cache": {"backend": "torch"}},
+    "+ attention": {"kv_cache": {}},
+    "+ graph": {"kv_cache": {}, "decode": {"cuda_graph": True, "fused": False}},
+    "+ fused kernels": {"kv_cache": {}, "decode": {"cuda_graph": True}},
+}
+SYSTEMS = (STOCK, STATIC, *_OURS)
+_WARM_UP = 6  # tokens that are not counted: kernels are built and steps captured
+_SLOW_TOKENS = 24  # of systems whose every token takes long
+_COPY_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of ``generate``.
+
+    Attributes:
+        tokens_ms: spans between tokens, behind the first few.
+        steps_ms: of the model's forward on the device, likewise; empty where it cannot be timed alone.
+        first_ms: until the first token is there.
+        peak_bytes: allocated at most.
+        cache_bytes: of keys and values at the end.
+    """
+
+    tokens_ms: list[float]
+    steps_ms: list[float]
+    first_ms: float
+    peak_bytes: int
+    cache_bytes: int
+
+
+class _Clock(BaseStreamer):  # type: ignore[misc]
+    """Notes when each token comes out; ``generate`` brings it to the host before."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """A token, or the prompt, is there."""
+        del value
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing more comes."""
+
+
+@contextmanager
+def _timed_steps(model: PreTrainedModel) -> Iterator[Callable[[], list[float]]]:
+    """Put events around each single-token forward; what they say, in ms."""
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    inner, own = model.forward, vars(model).get("forward")
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        ids = kwargs.get("input_ids")
+        if ids is None or ids.shape[-1] > 1:
+            return inner(*args, **kwargs)
+        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        pair[0].record()
+        output = inner(*args, **kwargs)
+        pair[1].record()
+        events.append(pair)
+        return output
+
+    vars(model)["forward"] = forward
+    try:
+        yield lambda: [first.elapsed_time(last) for first, last in events[_WARM_UP:]]
+    finally:
+        del vars(model)["forward"]
+        if own is not None:
+            vars(model)["forward"] = own
+
+
+@contextmanager
+def _untimed() -> Iterator[Callable[[], list[float]]]:
+    yield list
+
+
+def measure(model: PreTrainedModel, ids: Tensor, tokens: int, options: dict[str, Any]) -> Measured:
+    """Run ``generate`` once.
+
+    Args:
+        model: on a CUDA device.
+        ids: ``[B, T]`` prompt.
+        tokens: to generate.
+        options: of ``generate``.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    clock = _Clock()
+    lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+    settings = {**lengths, "do_sample": False, "return_dict_in_generate": True, **options}
+    compiled = options.get("cache_implementation") == "static"  # and so are functions of ours, which they are not for
+    with torch.no_grad(), _untimed() if compiled else _timed_steps(model) as steps:
+        generate: Any = model.generate
+        made = generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **settings)
+        torch.cuda.synchronize()
+        steps_ms = steps()
+    spans = [1e3 * (after - before) for before, after in zip(clock.times, clock.times[1:], strict=False)]
+    peak = torch.cuda.max_memory_allocated()
+    return Measured(spans[1 + _WARM_UP :], steps_ms, spans[0], peak, _bytes(cache_of(made)))
+
+
+def _bytes(cache: Any) -> int:
+    if hasattr(cache, "allocated_bytes"):
+        return int(cache.allocated_bytes())
+    return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes/s that the device copies, reads and writes counted."""
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(8):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3)
+    return 2 * _COPY_BYTES / min(seconds)
+
+
+def roofline_ms(shape: Shape, batch: int, cache_bytes: int, rate: float) -> float:
+    """The time in which what a step must read is copied."""
+    weights = shape.dense_bytes + shape.moe_layers * shape.distinct_experts(batch) * shape.expert_bytes
+    return 1e3 * (weights + cache_bytes) / rate
+
+
+def _run(model: PreTrainedModel, system: str, ids: Tensor, tokens: int, cache: dict[str, Any]) -> Measured:
+    """One system: the model as it has to be for it, and as it was afterwards."""
+    slow = min(tokens, _SLOW_TOKENS)
+    if system == STOCK:
+        return measure(model, ids, slow, {"cache_implementation": "dynamic"})
+    if system == STATIC:
+        return measure(model, ids, tokens, {"cache_implementation": "static"})
+    options = _OURS[system]
+    hf_subbyte_moe.apply(model, {**options, "kv_cache": {**cache, **options["kv_cache"]}})
+    try:
+        return measure(model, ids, tokens if "decode" in options else slow, {})
+    finally:
+        hf_subbyte_moe.restore(model)
+
+
+class _Rows:
+    """Rows in a file that is written after each of them."""
+
+    _CELL = ("model", "weights", "context", "batch", "system")
+
+    def __init__(self, path: Path | None, conditions: dict[str, Any]) -> None:
+        self.path, self.conditions = path, conditions
+        known = path is not None and path.is_file()
+        self.rows: list[dict[str, Any]] = (
+            json.loads(path.read_text(encoding="utf-8"))["rows"] if path and known else []
+        )
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Put a row in the place of an older one."""
+        self.rows = [old for old in self.rows if any(old[key] != row[key] for key in self._CELL)] + [row]
+        if self.path is not None:
+            text = json.dumps({"conditions": self.conditions, "rows": self.rows}, indent=1)
+            self.path.write_text(text + "\n", encoding="utf-8")
+
+
+def _row(measured: Measured, limit_ms: float, commit: str, **cell: Any) -> dict[str, Any]:
+    median = statistics.median(measured.tokens_ms)
+    return {
+        **cell,
+        "ms_generate": median,
+        "ms_mean": statistics.mean(measured.tokens_ms),
+        "ms_step": statistics.median(measured.steps_ms) if measured.steps_ms else None,
+        "share_of_roofline": limit_ms / median,
+        "first_ms": measured.first_ms,
+        "peak_gb": measured.peak_bytes / 1e9,
+        "cache_gb": measured.cache_bytes / 1e9,
+        "tokens": len(measured.tokens_ms),
+        "device": torch.cuda.get_device_name(),
+        "commit": commit,
+    }
+
+
+def bench_latency(
+    model: Annotated[list[str] | None, typer.Option(help=f"Shape: one of {list(SHAPES)}; repeat for several.")] = None,
+    context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of the prompt; repeat for several.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; repeat for several.")] = None,
+    system: Annotated[list[str] | None, typer.Option(help=f"One of {list(SYSTEMS)}; repeat. All by default.")] = None,
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens to generate.")] = 96,
+    policy: Annotated[str, typer.Option(help="What chooses the cache's tiers.")] = "error",
+    layers: Annotated[int | None, typer.Option(min=1, help="So many of the model's layers; all by default.")] = None,
+    commit: Annotated[str, typer.Option(envvar="BENCH_COMMIT", help="What was measured.")] = "",
+    json_file: JsonFile = None,
+) -> None:
+    """Time generate(): stock, and with each of our parts added (needs a CUDA device)."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("bench latency needs a CUDA device")
+    systems = system or list(SYSTEMS)
+    for given, known in ((model or [], list(SHAPES)), (systems, list(SYSTEMS))):
+        for name in given:
+            if name not in known:
+                raise typer.BadParameter(f"{name!r} is not one of {known}")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every length of a growing cache
+    device, console = torch.device("cuda"), Console()
+    rate = copy_rate(device)
+    torch.cuda.empty_cache()
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    conditions = {**versions, "package": hf_subbyte_moe.__version__, "copy_bytes_a_second": rate, "policy": policy}
+    rows = _Rows(json_file, conditions)
+    for name in model or ["Qwen3-30B-A3B"]:
+        loaded = random_model(name, layers, device)
+        shape = shape_of(loaded.config, name)
+        for size, length in itertools.product(batch or [1], context or [1024]):
+            generator = torch.Generator().manual_seed(length)
+            ids = torch.randint(5, loaded.config.vocab_size, (size, length), generator=generator).to(device)
+            for which in systems:
+                cell = {"model": name, "weights": "bf16", "context": length, "batch": size, "system": which}
+                try:
+                    measured = _run(loaded, which, ids, tokens, {"policy": policy})
+                except torch.cuda.OutOfMemoryError as problem:
+                    console.print(f"{cell}: {str(problem).splitlines()[0]}")
+                    continue
+                limit = roofline_ms(shape, size, measured.cache_bytes, rate)
+                rows.add(_row(measured, limit, commit, **cell, layers=len(shape.layers)))
+                console.print(f"{cell} {rows.rows[-1]['ms_generate']:.2f} ms")
+        del loaded
+        gc.collect()
+        torch.cuda.empty_cache()
+    console.print(_table(rows.rows))
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    header = (
+        "model",
+        "batch",
+        "context",
+        "system",
+        "ms a token",
+        "mean",
+        "ms a step",
+        "of roofline",
+        "first, ms",
+        "GB",
+    )
+    table = Table(*header)
+    for row in rows:
+        cell = (str(row[key]) for key in ("model", "batch", "context", "system"))
+        numbers = (f"{row[key]:.2f}" for key in ("ms_generate", "ms_mean"))
+        step = "-" if row["ms_step"] is None else f"{row['ms_step']:.2f}"
+        table.add_row(
+            *cell, *numbers, step, f"{row['share_of_roofline']:.0%}", f"{row['first_ms']:.0f}", f"{row['peak_gb']:.1f}"
+        )
+    return table
