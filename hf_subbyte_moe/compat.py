@@ -16,10 +16,11 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.generation.utils import GenerationMixin
 
 
+_dispatchers: Any
 try:
-    from transformers.distributed.expert_parallel import EPImplementationInterface
+    from transformers.distributed.expert_parallel import EPImplementationInterface as _dispatchers
 except ImportError:
-    EPImplementationInterface = None
+    _dispatchers = None
 
 
 CACHE_KW: str = (
@@ -46,10 +47,8 @@ def register_dispatch(name: str, make: MakeDispatch) -> None:
         make: from an experts module that holds this rank's experts and the process group, what is called with hidden
             states ``[N, H]``, experts ``[N, K]`` counted over all ranks, and their weights.
     """
-    if EPImplementationInterface is not None:
-        EPImplementationInterface.register(
-            name, lambda experts, ep_mesh, tp_mesh: make(experts, _shared_group(ep_mesh, tp_mesh))
-        )
+    if _dispatchers is not None:
+        _dispatchers.register(name, lambda experts, ep_mesh, tp_mesh: make(experts, _shared_group(ep_mesh, tp_mesh)))
         return
 
     styles: Any = tensor_parallel  # Any: what it exports differs between releases
@@ -87,7 +86,7 @@ def dispatch_config(config: PreTrainedConfig, name: str, ranks: int) -> Distribu
     plan = getattr(text, "base_model_ep_plan", None)
     if not plan:
         raise ValueError(f"Transformers has no expert-parallel plan for model type {text.model_type!r}")
-    if EPImplementationInterface is not None:
+    if _dispatchers is not None:
         return DistributedConfig(tp_size=ranks, ep_size=ranks, tp_plan="auto", ep_implementation=name)
     styles = dict(text.base_model_tp_plan or {})
     styles.update({key: style for key, style in plan.items() if style != "ep_router"})
