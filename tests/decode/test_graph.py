@@ -20,13 +20,19 @@ pytestmark = [
 EXACT = {"policy": "uniform:exact", "window": 8, "sinks": 2}
 MIXED = {"bits": 3.0}
 STEPS = 400
-WIDE = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE = {
+    "hidden_size": 512,
+    "head_dim": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+}
 
 
-def model_of(kind: str, cache: dict[str, Any], dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
-    model = tiny_model(kind, **options).to("cuda", dtype)
+def model_of(kind: str, cache: dict[str, Any], fused: bool, **options: Any) -> Any:
+    model = tiny_model(kind, **options).to("cuda", torch.bfloat16)
     model.set_experts_implementation("batched_mm")
-    return hf_subbyte_moe.apply(model, {"kv_cache": cache, "decode": {"cuda_graph": True}})
+    return hf_subbyte_moe.apply(model, {"kv_cache": cache, "decode": {"cuda_graph": True, "fused": fused}})
 
 
 def forced(model: Any, ids: torch.Tensor, start: int) -> tuple[torch.Tensor, Any]:
@@ -40,12 +46,15 @@ def forced(model: Any, ids: torch.Tensor, start: int) -> tuple[torch.Tensor, Any
     return torch.stack(logits), steps
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen3_moe"])
-def test_replays_equal_the_same_steps_without_a_graph(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of(kind, MIXED, **WIDE)
+@pytest.mark.parametrize("fused", [False, True], ids=["modules", "fused"])
+@pytest.mark.parametrize(("kind", "rows"), [("llama", 1), ("mixtral", 3), ("qwen3_moe", 1), ("qwen3_moe", 3)])
+def test_replays_equal_the_same_steps_without_a_graph(
+    kind: str, rows: int, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(kind, MIXED, fused, **WIDE)
     ids = prompt(700 + STEPS, rows).cuda()
     replayed, graph = forced(model, ids, 700)
+    assert graph.is_fused == fused
     assert graph.replays == STEPS - graph.captures  # a warm-up for each capture
     assert graph.captures <= 2  # flushes do not capture again, but for a pool that grew
     monkeypatch.setattr(runner, "_GRAPHED", ())
@@ -58,6 +67,17 @@ def test_replays_equal_the_same_steps_without_a_graph(kind: str, rows: int, monk
     eager, _ = forced(model, ids, 700)
     error = (replayed.float() - eager.float()).abs().max()
     assert error <= 0.03 * eager.float().abs().max()  # other sums of the same numbers in bf16
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen3_moe"])
+def test_fused_logits_are_as_near_to_fp32_as_the_models_own(kind: str) -> None:
+    ids = prompt(600 + 500).cuda()
+    fused, modules = (forced(model_of(kind, MIXED, part, **WIDE), ids, 600)[0] for part in (True, False))
+    wide = model_of(kind, MIXED, fused=False, **WIDE).float()
+    hf_subbyte_moe.apply(wide, {"kv_cache": MIXED})
+    exact, _ = forced(wide, ids, 600)
+    errors = [(made.float() - exact).square().mean().sqrt() for made in (fused, modules)]
+    assert errors[0] <= 2 * errors[1]
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"])
@@ -79,8 +99,9 @@ def test_tokens_equal_dynamic_cache(kind: str) -> None:
         hf_subbyte_moe.restore(model)
 
 
-def test_memory_does_not_grow() -> None:
-    model = model_of("qwen3_moe", MIXED, **WIDE)
+@pytest.mark.parametrize("fused", [False, True], ids=["modules", "fused"])
+def test_memory_does_not_grow(fused: bool) -> None:
+    model = model_of("qwen3_moe", MIXED, fused, **WIDE)
     cache = EntropySubbyteCache(model.config, **MIXED)
     ids = prompt(300).cuda()
     token = ids[:, :1]
