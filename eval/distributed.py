@@ -1,7 +1,7 @@
 """Milliseconds a decode step, and bytes that cross GPUs, of models on several GPUs.
 
-Random weights of published shapes are made on the GPUs, with as many layers as the config says: what a layer costs does
-not depend on what it has learned. What routing keeps local does: random weights have no structure to cluster, so
+Random weights of published shapes are made on the GPUs, with as many layers as the config says: what a layer costs
+does not depend on what it has learned. What routing keeps local does: random weights have no structure to cluster, so
 "clustered" shows the cost of the machinery here, and eval/routing.py what clusters are worth. A cache of random keys
 and values stands for a prompt of ``context`` tokens; ``prompt`` tokens are read without a cache for a second time.
 

@@ -16,11 +16,12 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.generation.utils import GenerationMixin
 
 
-_dispatchers: Any
 try:
-    from transformers.distributed.expert_parallel import EPImplementationInterface as _dispatchers
+    from transformers.distributed import expert_parallel
 except ImportError:
-    _dispatchers = None
+    _dispatchers: Any = None
+else:
+    _dispatchers = expert_parallel.EPImplementationInterface
 
 
 CACHE_KW: str = (
