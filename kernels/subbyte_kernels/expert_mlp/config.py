@@ -18,13 +18,17 @@ class CudaConfig:
     """How a launch is cut.
 
     Attributes:
-        warps: warps of a block that compute; one more streams weights.
+        warps: warps of a block that compute.
+        split: of them, those that share a stage.
+        producers: more warps, that stream weights.
         stages: stages of the ring.
         step: chunks of a stage; of 32 columns in the model's dtype, of 128 packed.
         blocks_per_sm: blocks of a multiprocessor in the grid.
     """
 
     warps: int
+    split: int
+    producers: int
     stages: int
     step: int
     blocks_per_sm: int = 1
@@ -33,7 +37,8 @@ class CudaConfig:
 @lru_cache(maxsize=256)
 def choose_config(device: int, layout: ExpertLayout, bucket: int, down: bool) -> CudaConfig:
     """The default."""
-    del device, down
-    if layout.format is ExpertFormat.MODEL:
-        return CudaConfig(7, 10, 8) if bucket <= 8 else CudaConfig(7, 20, 4)
-    return CudaConfig(7, 20, 2) if layout.format is ExpertFormat.INT4 else CudaConfig(7, 10, 2)
+    del device
+    if layout.format is not ExpertFormat.MODEL:
+        return CudaConfig(8, 2, 2, 6, 4)
+    width = layout.intermediate if down else layout.hidden
+    return CudaConfig(8, 4 if bucket <= 8 else 8, 4, 3, min(32, width // 32))

@@ -92,6 +92,8 @@ class _Variant:
             "INDEX_BYTES": _INDEX_BYTES[self.index_dtype],
             "WEIGHT_KIND": _WEIGHT_KINDS[self.weight_dtype],
             "WARPS": self.config.warps,
+            "SPLIT": self.config.split,
+            "PRODUCERS": self.config.producers,
             "STAGES": self.config.stages,
             "STEP": self.config.step,
         }
@@ -108,7 +110,9 @@ class _Variant:
         if self.layout.packed:
             return 2 * self.config.step * self.layout.block_bytes
         row = 64 * self.config.step
-        return 16 * (row if row % 128 else row + 64)
+        width = self.layout.intermediate if self.down else self.layout.hidden
+        whole = row == 2 * width and not (self.down and self.shared)
+        return 16 * (row if whole or row % 128 else row + 64)
 
     @property
     def items(self) -> int:
@@ -120,7 +124,7 @@ class _Variant:
 
 @lru_cache(maxsize=256)
 def _kernel(variant: _Variant) -> nvrtc.Kernel:
-    threads = 32 * (variant.config.warps + 1)
+    threads = 32 * (variant.config.warps + variant.config.producers)
     return nvrtc.Kernel(
         _SOURCE, "expert_mlp", variant.defined(), variant.device, threads, variant.shared_bytes, waits=True
     )

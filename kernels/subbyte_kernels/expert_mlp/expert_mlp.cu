@@ -1,7 +1,9 @@
 // One layer of experts for 1 to 16 tokens: two launches of this text, gate_up (DOWN 0) and down (DOWN 1).
 //
-// A block is persistent. Its last warp streams weights into a ring of stages in shared memory by bulk copies; the other
-// warps take the stages in turn, one warp a whole stage, so that the main loop has no barrier but the ring's. Weights are
+// A block is persistent. PRODUCERS warps stream weights into a ring of stages in shared memory by bulk copies; the other
+// warps take the stages in turn, SPLIT of them a stage, and have no barrier in the main loop but the ring's. A copy costs
+// its warp some sixty cycles whatever its size, so a stage should be few long rows, or whole ones, which are one copy for
+// eight of them. Weights are
 // operand A of the tensor cores' m16n8k16 (16 rows of weights), tokens operand B (8 columns), so one pass over a weight
 // serves up to 8 tokens, or 16 with two columns of tiles. Experts are visited once however many tokens chose them: a
 // token that did not choose an expert has weight 0 there.
@@ -21,7 +23,7 @@
 // The host defines, in front of warp.cuh and this text: DOWN, FORMAT (0 the model's dtype, 1 int4, 2 fp8), GROUP
 // (values that share a scale), MODEL_BF16, ACTIVATION (0 silu, 1 gelu, 2 gelu by tanh, 3 relu), HIDDEN, INTERMEDIATE,
 // SHARED_INTERMEDIATE (0 without shared expert), TOP_K, MAX_TOKENS (1, 8, 16), INDEX_BYTES, WEIGHT_KIND (0 fp32, 1 fp16,
-// 2 bf16), WARPS (that compute), STAGES, STEP (chunks of a stage).
+// 2 bf16), WARPS (that compute), SPLIT (of them for one stage), PRODUCERS, STAGES, STEP (chunks of a stage).
 
 struct Params {
     const u8* hidden;          // [T, HIDDEN]
@@ -38,7 +40,9 @@ struct Params {
     int tokens, experts;
 };
 
-constexpr int THREADS = 32 * (WARPS + 1);
+constexpr int THREADS = 32 * (WARPS + PRODUCERS);
+constexpr int TEAMS = WARPS / SPLIT;
+constexpr int OWN = (STEP + SPLIT - 1) / SPLIT;        // chunks of a stage for one warp
 constexpr int MAX_LIST = MAX_TOKENS * TOP_K;
 constexpr int TILES = MAX_TOKENS > 8 ? 2 : 1;          // columns of tiles
 constexpr int COLUMNS = 8 * TILES;
@@ -47,7 +51,8 @@ constexpr int GROUPS = FORMAT == 0 ? 0 : 128 / GROUP;  // scales of a row and ch
 constexpr int CODES = FORMAT == 0 ? 0 : FORMAT == 1 ? 512 : 1024;  // bytes of 8 rows of a chunk
 constexpr int BLOCK = CODES + 16 * GROUPS;             // with their bf16 scales
 constexpr int ROW_BYTES = 2 * CHUNK * STEP;            // of the model's dtype
-constexpr int ROW_STRIDE = ROW_BYTES % 128 ? ROW_BYTES : ROW_BYTES + 64;  // eight rows in eight different banks
+constexpr bool WHOLE_ROWS = FORMAT == 0 && STEP * CHUNK == (DOWN ? INTERMEDIATE : HIDDEN) && !(DOWN && SHARED_INTERMEDIATE);
+constexpr int ROW_STRIDE = WHOLE_ROWS || ROW_BYTES % 128 ? ROW_BYTES : ROW_BYTES + 64;  // neighbours in other banks
 constexpr int HALF_BYTES = FORMAT == 0 ? 8 * ROW_STRIDE : STEP * BLOCK;
 constexpr int STAGE_BYTES = 2 * HALF_BYTES;
 constexpr int RED_FLOATS = WARPS * 16 * COLUMNS;
@@ -55,7 +60,7 @@ constexpr int ROWS = DOWN ? 16 : 8;                    // of output, of an item
 constexpr int WIDTH = DOWN ? HIDDEN : INTERMEDIATE;
 constexpr int ITEM_TILES = (WIDTH + ROWS - 1) / ROWS;
 constexpr int SHARED_TILES = DOWN ? 0 : SHARED_INTERMEDIATE / 8;
-static_assert(STAGE_BYTES % 16 == 0 && ROW_STRIDE % 128 == (FORMAT ? ROW_STRIDE % 128 : 64), "");
+static_assert(STAGE_BYTES % 16 == 0 && WARPS % SPLIT == 0, "");
 
 extern __shared__ __align__(128) u8 shared_memory[];
 
@@ -67,6 +72,17 @@ DEVICE void barrier_expect(u32 bar, u32 bytes) {
 }
 DEVICE void barrier_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(bar) : "memory"); }
 DEVICE void barrier_wait(u32 bar, u32 parity) {
+#ifdef WATCH
+    u64 begin, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+    for (;;) {
+        u32 done;
+        asm volatile("{\n.reg .pred done;\nmbarrier.try_wait.parity.shared.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}" : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+        if (done) return;
+        if (now - begin > 500000000ull) { printf("stuck: down %d block %d warp %d lane %d bar %x parity %d\n", DOWN, blockIdx.x, threadIdx.x / 32, threadIdx.x % 32, bar, parity); asm volatile("trap;"); }
+    }
+#endif
     asm volatile(
         "{\n.reg .pred done;\n"
         "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
@@ -218,7 +234,13 @@ DEVICE int chunks_of(int width) { return (width + CHUNK - 1) / CHUNK; }
 
 DEVICE void stream_stage(const Part& part, int chunk, u32 stage, u32 bar, int lane) {
     const int chunks = min(STEP, chunks_of(part.width) - chunk);
-    if (FORMAT == 0) {
+    if (WHOLE_ROWS) {
+        if (lane == 0) {
+            barrier_expect(bar, 16 * ROW_BYTES);
+            bulk_copy(stage, part.weights + (u64)part.top * ROW_BYTES, 8 * ROW_BYTES, bar);
+            bulk_copy(stage + HALF_BYTES, part.weights + (u64)part.bottom * ROW_BYTES, 8 * ROW_BYTES, bar);
+        }
+    } else if (FORMAT == 0) {
         const u32 bytes = 2 * CHUNK * chunks;
         if (lane == 0) barrier_expect(bar, 16 * bytes);
         __syncwarp();
@@ -349,14 +371,14 @@ DEVICE void finish_down(const Params& p, const float* red, int item) {
 
 // ---------------------------------------------------------------------------------------------- the kernel
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) expert_mlp(const Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, MAX_TOKENS > 8 ? 1 : 2) expert_mlp(const Params p) {
     __shared__ Lists lists;
     __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
     u8* ring = shared_memory;
     float* red = (float*)(shared_memory + STAGES * STAGE_BYTES);  // two of them, used in turn
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier_init(address_of(full + i), 1), barrier_init(address_of(empty + i), 1);
+        for (int i = 0; i < STAGES; ++i) barrier_init(address_of(full + i), 1), barrier_init(address_of(empty + i), SPLIT);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     if (!DOWN) {
@@ -366,18 +388,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) expert_mlp(const Params
     list_experts(lists, p, p.tokens * TOP_K);
     const int items = DOWN ? ITEM_TILES : lists.count * ITEM_TILES + SHARED_TILES;
     const int parts = parts_of(lists);
-    if (warp == WARPS) {
+    if (warp >= WARPS) {
         int stage = 0;
         for (int item = blockIdx.x; item < items; item += gridDim.x)
             for (int index = 0; index < parts; ++index) {
                 const Part part = part_of(lists, p, item, index);
                 for (int chunk = 0; chunk < chunks_of(part.width); chunk += STEP, ++stage) {
+                    if (stage % PRODUCERS != warp - WARPS) continue;
                     const int place = stage % STAGES;
                     if (stage >= STAGES) barrier_wait(address_of(empty + place), (stage / STAGES - 1) & 1);
                     stream_stage(part, chunk, address_of(ring + place * STAGE_BYTES), address_of(full + place), lane);
                 }
             }
-        return;  // an exited warp takes no part in the other warps' barrier, which counts only them
+        return;
     }
     if (DOWN) {
         asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -385,26 +408,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) expert_mlp(const Params
     }
     int stage = 0, turn = 0;
     for (int item = blockIdx.x; item < items; item += gridDim.x, turn ^= 1) {
-        float sum[TILES][4] = {};
+        float sum[2][TILES][4] = {};  // two, so that products need not wait for each other
         for (int index = 0; index < parts; ++index) {
             const int width = part_of(lists, p, item, index).width;
             const bool is_shared = SHARED_INTERMEDIATE > 0 && index >= lists.count;
             const u8* source = !DOWN ? p.hidden
                 : p.act + 2 * (is_shared ? (u64)MAX_LIST : (u64)index) * p.tokens * INTERMEDIATE;
             for (int chunk = 0; chunk < chunks_of(width); chunk += STEP, ++stage) {
-                if (stage % WARPS != warp) continue;
-                Columns columns[STEP];
+                if (stage % TEAMS != warp / SPLIT) continue;
+                const int own = warp % SPLIT;
+                Columns columns[OWN];
 #pragma unroll
-                for (int i = 0; i < STEP; ++i) load_columns(columns[i], source, width, p.tokens, (chunk + i) * CHUNK, lane);
+                for (int i = 0; i < OWN; ++i)
+                    load_columns(columns[i], source, width, p.tokens, (chunk + own + SPLIT * i) * CHUNK, lane);
                 const int place = stage % STAGES;
                 barrier_wait(address_of(full + place), (stage / STAGES) & 1);
                 const u32 base = address_of(ring + place * STAGE_BYTES);
 #pragma unroll
-                for (int i = 0; i < STEP; ++i)
-                    if (chunk + i < chunks_of(width)) {
-                        const u32 upper = FORMAT == 0 ? base + lane / 4 * ROW_STRIDE + 2 * CHUNK * i + 16 * (lane % 4) : base + i * BLOCK + 16 * lane;
-                        multiply_chunk(sum, columns[i], upper, upper + HALF_BYTES, lane);
-                    }
+                for (int i = 0; i < OWN; ++i) {
+                    const int c = own + SPLIT * i;
+                    const u32 upper = base + (FORMAT == 0 ? lane / 4 * ROW_STRIDE + 2 * CHUNK * c + 16 * (lane % 4) : c * BLOCK + 16 * lane);
+                    if (c < STEP && chunk + c < chunks_of(width)) multiply_chunk(sum[i % 2], columns[i], upper, upper + HALF_BYTES, lane);
+                }
                 __syncwarp();
                 if (lane == 0) barrier_arrive(address_of(empty + place));
             }
@@ -413,10 +438,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) expert_mlp(const Params
         const int g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-            mine[g * COLUMNS + 8 * tile + 2 * t] = sum[tile][0];
-            mine[g * COLUMNS + 8 * tile + 2 * t + 1] = sum[tile][1];
-            mine[(g + 8) * COLUMNS + 8 * tile + 2 * t] = sum[tile][2];
-            mine[(g + 8) * COLUMNS + 8 * tile + 2 * t + 1] = sum[tile][3];
+            mine[g * COLUMNS + 8 * tile + 2 * t] = sum[0][tile][0] + sum[1][tile][0];
+            mine[g * COLUMNS + 8 * tile + 2 * t + 1] = sum[0][tile][1] + sum[1][tile][1];
+            mine[(g + 8) * COLUMNS + 8 * tile + 2 * t] = sum[0][tile][2] + sum[1][tile][2];
+            mine[(g + 8) * COLUMNS + 8 * tile + 2 * t + 1] = sum[0][tile][3] + sum[1][tile][3];
         }
         asm volatile("bar.sync 1, %0;" :: "n"(32 * WARPS) : "memory");
         if (DOWN) finish_down(p, red + turn * RED_FLOATS, item);
