@@ -1,4 +1,4 @@
-"""Time to the first token and milliseconds a token of ``generate``, with packed caches and with Transformers' own.
+"""Time to the first token, milliseconds a token and peak memory of ``generate``, with packed caches and a plain one.
 
 A model of Mixtral-8x7B's shape with few layers and random weights: what a layer costs does not depend on what it has
 learned, and a few layers fit any GPU.
@@ -6,6 +6,7 @@ learned, and a few layers fit any GPU.
 Example: python eval/generate_speed.py --json eval/results/generate_speed.json
 """
 
+import gc
 import json
 import statistics
 import time
@@ -53,12 +54,15 @@ def mixtral_shaped(layers: int, device: torch.device) -> PreTrainedModel:
 
 def token_times(
     model: PreTrainedModel, ids: torch.Tensor, tokens: int, options: dict[str, Any]
-) -> tuple[float, list[float]]:
-    """Milliseconds to the first token, and of each later one after a few to warm up."""
+) -> tuple[float, list[float], int]:
+    """Milliseconds to the first token, and of each later one after a few to warm up; bytes allocated at most."""
     clock = _Clock()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, streamer=clock, **options)
     spans = [1e3 * (after - before) for before, after in zip(clock.times, clock.times[1:], strict=False)]
-    return spans[0], spans[1 + _WARM_UP :]
+    return spans[0], spans[1 + _WARM_UP :], torch.cuda.max_memory_allocated()
 
 
 def main(
@@ -90,13 +94,14 @@ def main(
         ids = torch.randint(5, 30000, (rows_at_once, length), generator=torch.Generator().manual_seed(1)).to(device)
         times: dict[str, list[float]] = {name: [] for name in caches}
         first: dict[str, list[float]] = {name: [] for name in caches}
+        peaks: dict[str, int] = {}
         for _ in range(rounds):
             for name, options in caches.items():
                 with torch.no_grad():
-                    started, steps = token_times(model, ids, tokens, options)
+                    started, steps, peak = token_times(model, ids, tokens, options)
                 first[name].append(started)
                 times[name] += steps
-                torch.cuda.empty_cache()
+                peaks[name] = max(peaks.get(name, 0), peak)
         plain = statistics.mean(times["dynamic"])
         for name, values in times.items():
             rows.append(
@@ -106,17 +111,18 @@ def main(
                     "context": length,
                     "tokens": tokens,
                     "first_ms": min(first[name]),
+                    "peak_gb": peaks[name] / 1e9,
                     "ms_mean": statistics.mean(values),
                     "ms_median": statistics.median(values),
                     "speedup": plain / statistics.mean(values),
                     "commit": commit,
                 }
             )
-    table = Table("cache", "batch", "context", "first token, ms", "ms a token, mean", "median", "times dynamic")
+    table = Table("cache", "batch", "context", "first token, ms", "ms, mean", "median", "times dynamic", "peak, GB")
     for row in rows:
         mean, median, speedup = (f"{row[key]:.2f}" for key in ("ms_mean", "ms_median", "speedup"))
         place = (str(row[key]) for key in ("cache", "batch", "context"))
-        table.add_row(*place, f"{row['first_ms']:.0f}", mean, median, speedup)
+        table.add_row(*place, f"{row['first_ms']:.0f}", mean, median, speedup, f"{row['peak_gb']:.2f}")
     Console().print(table)
     if json_file is not None:
         conditions = {

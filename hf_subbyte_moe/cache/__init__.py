@@ -9,6 +9,7 @@ from hf_subbyte_moe.cache.attention import (
     register_attention,
 )
 from hf_subbyte_moe.cache.cache import CACHE_NAME, EntropySubbyteCache, refuse_unsupported
+from hf_subbyte_moe.cache.handle import FixedAddressError
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
 from hf_subbyte_moe.cache.mla import expand_again, pass_latents_on
 from hf_subbyte_moe.cache.prompts import LayerStatistics
@@ -22,6 +23,7 @@ __all__ = [
     "CacheSteps",
     "EntropySubbyteCache",
     "EntropySubbyteLayer",
+    "FixedAddressError",
     "LayerStatistics",
     "PackedReads",
     "count_packed_reads",

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
 
 
+class FixedAddressError(ValueError):
+    """A step at fixed addresses needs something that changes its address."""
+
+
 class LayerView:
     """One update as an attention call sees it.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_subbyte_moe.accounting import TILE_TOKENS
-from hf_subbyte_moe.cache.handle import LayerView, PackedKV
+from hf_subbyte_moe.cache.handle import FixedAddressError, LayerView, PackedKV
 from hf_subbyte_moe.cache.packing import PackedRows
 from hf_subbyte_moe.cache.prompts import BitLedger, LayerStatistics, PromptQueries, Snapshot
 from hf_subbyte_moe.cache.window import Ints
@@ -399,10 +399,10 @@ class EntropySubbyteLayer(CacheLayerMixin):
         """All keys and values ``[B, H, T, D]`` in the model's dtype; zero where a column is padding.
 
         Raises:
-            ValueError: during a step at fixed addresses, which only our attention function can read.
+            FixedAddressError: during a step at fixed addresses, which only our attention function can read.
         """
         if self.steps is not None:
-            raise ValueError("the model reads keys and values outside the entropy_subbyte attention function")
+            raise FixedAddressError("the model reads keys and values outside the entropy_subbyte attention function")
         held = (self.rows.window.keys, self.rows.window.values)
         out = [states.new_zeros(*states.shape[:2], self.length, states.shape[-1]) for states in held]
         for row, start in enumerate(self.starts.tolist()):

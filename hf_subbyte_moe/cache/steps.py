@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_subbyte_moe.cache.cache import EntropySubbyteCache
+from hf_subbyte_moe.cache.handle import FixedAddressError
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
 from hf_subbyte_moe.cache.window import Ints
 from hf_subbyte_moe.ops import Scratch, SteadyAttention, TokenPlace, tiles_ahead
@@ -47,11 +48,11 @@ class CacheSteps:
         """Prepare steps of a cache.
 
         Raises:
-            ValueError: it cannot take any; see :func:`steps_obstacle`.
+            FixedAddressError: it cannot take any; see :func:`steps_obstacle`.
         """
         obstacle = steps_obstacle(cache)
         if obstacle is not None:
-            raise ValueError(f"this cache cannot take a token at fixed addresses: {obstacle}")
+            raise FixedAddressError(f"this cache cannot take a token at fixed addresses: {obstacle}")
         self._layers: list[EntropySubbyteLayer] = list(cache.packed_layers.values())
         scratch = Scratch()
         self._attention = {id(layer): SteadyAttention(scratch) for layer in self._layers}
@@ -86,7 +87,8 @@ class CacheSteps:
         """Follow whatever else changed the cache, and pack what is due before the next token.
 
         Raises:
-            ValueError: the cache cannot take a token at fixed addresses any more, or a tile that is due holds NaN.
+            FixedAddressError: the cache cannot take a token at fixed addresses any more.
+            ValueError: a tile that is due holds NaN or Inf.
         """
         layers, counted = self._layers, self._counted
         if counted is None or not all(layer.rows.lengths is counted for layer in layers) or self._moved():
@@ -103,7 +105,7 @@ class CacheSteps:
         lengths = self._layers[0].rows.lengths
         for layer in self._layers:
             if not np.array_equal(layer.rows.lengths, lengths) or layer.is_pending:
-                raise ValueError("the layers of this cache hold different tokens")
+                raise FixedAddressError("the layers of this cache hold different tokens")
             layer.rows.grown(lengths)
             layer.before = None
         self.lengths.copy_(torch.from_numpy(lengths), non_blocking=True)

@@ -65,7 +65,7 @@ class Measured:
     cache_bytes: int
 
 
-class _Clock(BaseStreamer):  # type: ignore[misc]
+class _Clock(BaseStreamer):
     """Notes when each token comes out; ``generate`` brings it to the host before."""
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ def copy_rate(device: torch.device) -> float:
     """Bytes/s that the device copies, reads and writes counted."""
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    seconds = []
+    seconds: list[float] = []
     for _ in range(8):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -162,7 +162,7 @@ def copy_rate(device: torch.device) -> float:
 def roofline_ms(shape: Shape, batch: int, cache_bytes: int, rate: float) -> float:
     """The time in which what a step must read is copied."""
     weights = shape.dense_bytes + shape.moe_layers * shape.distinct_experts(batch) * shape.expert_bytes
-    return 1e3 * (weights + cache_bytes) / rate
+    return float(1e3 * (weights + cache_bytes) / rate)
 
 
 def _run(model: PreTrainedModel, system: str, ids: Tensor, tokens: int, cache: dict[str, Any]) -> Measured:

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
-from hf_subbyte_moe.cache import CacheSteps, EntropySubbyteCache, EntropySubbyteLayer
+from hf_subbyte_moe.cache import ATTENTION_NAME, CacheSteps, EntropySubbyteCache, EntropySubbyteLayer
 from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.ops import (
     MAX_EXPERT_TOKENS,
@@ -84,6 +84,8 @@ class FusedStep:
         """
         if rows > MAX_EXPERT_TOKENS:
             raise ValueError(f"kernels take up to {MAX_EXPERT_TOKENS} rows")
+        if model.config._attn_implementation != ATTENTION_NAME:
+            raise ValueError(f"attention is computed by {model.config._attn_implementation!r}")
         if model.training:
             raise ValueError("the model is in training mode")
         if model.config.model_type not in _FAMILIES:
@@ -136,8 +138,9 @@ class FusedStep:
         norm = self._base.norm
         _, states = add_norm(made, residual, norm.weight, norm.variance_epsilon)
         logits = small_linear(states, [self._head])[:, None]
-        kind = MoeCausalLMOutputWithPast if self._is_moe else CausalLMOutputWithPast
-        return kind(logits=logits, **{CACHE_KW: cache})
+        kind: Any = MoeCausalLMOutputWithPast if self._is_moe else CausalLMOutputWithPast
+        output: ModelOutput = kind(logits=logits, **{CACHE_KW: cache})
+        return output
 
     @staticmethod
     def _attend(
@@ -159,9 +162,11 @@ class FusedStep:
 
 
 def _plain_linear(module: Any) -> Tensor:
-    if type(module) is not nn.Linear or module.bias is not None or "forward" in vars(module):
-        raise ValueError(f"a projection is a {type(module).__name__}, with a bias or changed")
-    return module.weight
+    kind: type[Any] = type(module)
+    if kind is not nn.Linear or module.bias is not None or "forward" in vars(module):
+        raise ValueError(f"a projection is a {kind.__name__}, with a bias or changed")
+    weight: Tensor = module.weight
+    return weight
 
 
 def _projections(attention: Any) -> list[Tensor]:
@@ -177,16 +182,17 @@ def _norms(layer: Any) -> list[nn.Module]:
     return [layer.input_layernorm, layer.post_attention_layernorm, *heads]
 
 
-def _feed_forward(module: Any) -> "_Experts | nn.Module":
+def _feed_forward(module: Any) -> Any:
     """Experts for kernels, or the module itself."""
-    gate, experts = getattr(module, "gate", None), getattr(module, "experts", None)
+    gate: Any = getattr(module, "gate", None)
+    experts: Any = getattr(module, "experts", None)
     changed = any("forward" in vars(part) for part in (module, gate, experts) if part is not None)
     if type(experts).__name__ not in _EXPERTS or changed:
-        return module  # type: ignore[no-any-return]
+        return module
     weight = experts.gate_up_proj
     plain = type(weight) is nn.Parameter and weight.is_floating_point() and weight.dim() == 3 and weight.numel() > 0
     if not plain or not isinstance(experts.act_fn, nn.SiLU):
-        return module  # type: ignore[no-any-return]
+        return module
     native = type(gate).__name__ in _ROUTERS
     mixtral = type(gate).__name__ == "MixtralTopKRouter"
     norm = "sum" if mixtral or getattr(gate, "norm_topk_prob", True) else "none"

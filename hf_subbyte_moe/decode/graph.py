@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from hf_subbyte_moe.cache import CacheSteps, EntropySubbyteCache
 from hf_subbyte_moe.compat import CACHE_KW

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
-from hf_subbyte_moe.cache import EntropySubbyteCache, count_step, steps_obstacle
+from hf_subbyte_moe.cache import EntropySubbyteCache, FixedAddressError, count_step, steps_obstacle
 from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.config import DecodeConfig
 from hf_subbyte_moe.decode.fused import FusedStep
@@ -73,20 +73,15 @@ class StepRunner:
         """The model's forward."""
         model = self.model
         if len(args) == 1:
-            args, kwargs = (), {"input_ids": args[0], **kwargs}
+            return self(input_ids=args[0], **kwargs)
         ids, cache = kwargs.get("input_ids"), kwargs.get(CACHE_KW)
-        step = (
-            not args
-            and isinstance(cache, EntropySubbyteCache)
-            and isinstance(ids, Tensor)
-            and ids.shape[-1] == 1
-            and cache.get_seq_length() > 0
-        )
-        if not step:
+        if args or not isinstance(cache, EntropySubbyteCache) or not isinstance(ids, Tensor):
             return self._plain(*args, **kwargs)
+        if ids.shape[-1] > 1 or not cache.get_seq_length():
+            return self._plain(**kwargs)
         try:
             return self._step(model, cache, ids, kwargs)
-        except CaptureError as problem:
+        except (CaptureError, FixedAddressError) as problem:
             self._obstacle = str(problem)
             self._refuse(self._obstacle)
         except _RefusedError as reason:
@@ -118,7 +113,7 @@ class StepRunner:
 
         try:
             output = steps(self._plain, cache, ids, positions, {"use_cache": True, "return_dict": True})
-        except CaptureError:
+        except (CaptureError, FixedAddressError):
             self._steps.pop(cache, None)
             raise
         count_step(cache)

@@ -222,6 +222,22 @@ def test_what_cannot_be_captured_runs_as_before_and_says_so_once(
 
 
 @pytest.mark.usefixtures("on_cpu")
+def test_a_model_with_attention_of_its_own_goes_on_without() -> None:
+    model = hf_subbyte_moe.apply(tiny_model("llama"), {"kv_cache": LOSSY, "decode": {}})
+    cache = EntropySubbyteCache(model.config, **LOSSY)
+    ids = prompt(40)
+    with torch.no_grad():
+        model(ids, **{CACHE_KW: cache})
+        model.set_attn_implementation("sdpa")
+        copied = copy.deepcopy(cache)
+        made = model(ids[:, :1], **{CACHE_KW: cache}).logits
+        hf_subbyte_moe.apply(model, {"kv_cache": LOSSY})
+        model.set_attn_implementation("sdpa")
+        expected = model(ids[:, :1], **{CACHE_KW: copied}).logits
+    assert torch.equal(made, expected)
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_hooks_are_seen() -> None:
     _, model = both("llama", LOSSY)
     calls = []
