@@ -101,6 +101,8 @@ class Device:
         on_gpu = device.type == "cuda"
         self._host_map = torch.full((layers, experts), -1, dtype=torch.int32, pin_memory=on_gpu)
         self.map = self._host_map.to(device, copy=True)  # [L, E] slot of every expert
+        self._host_rows, self._rows = self._host_map.unbind(0), self.map.unbind(0)
+        self._stand_ins: dict[int, StandIn] = {}
         self.pool = SlotPool(slots, self._host_map.view(-1).numpy())
         if link is None:
             link = DirectLink()
@@ -114,13 +116,20 @@ class Device:
 
     def slots_of(self, layer: int, index: Tensor) -> Tensor:
         """Slots of a layer's experts, ``index`` being their numbers on the device."""
-        row = self.map[layer]
-        row.copy_(self._host_map[layer], non_blocking=True)
+        row = self._rows[layer]
+        row.copy_(self._host_rows[layer], non_blocking=True)
         return row[index]
 
-    def row(self, layer: int) -> Any:
+    def row(self, layer: int) -> Tensor:
         """Slot of every expert of a layer, on the host."""
-        return self._host_map[layer]
+        return self._host_rows[layer]
+
+    def stand_in(self, layer: int, module: nn.Module) -> "StandIn":
+        """For a layer's module, with all slots as its weights."""
+        found = self._stand_ins.get(layer)
+        if found is None:
+            found = self._stand_ins[layer] = StandIn(module, self.views, len(self.slots))
+        return found
 
 
 class Engine:
@@ -247,7 +256,7 @@ class Engine:
         name = module.config._experts_implementation
         if name in SLOT_READERS:
             where = device.slots_of(layer, index)
-            return module.own_forward(StandIn(module, device.views, self.slots), hidden, where, weights)
+            return module.own_forward(device.stand_in(layer, module), hidden, where, weights)
         row = device.row(layer)
         if name == _EAGER or name is None:
             held = {part: ByExpert(view, row.__getitem__) for part, view in device.views.items()}
@@ -330,9 +339,11 @@ class PlacedExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``[N, H]`` of ``[N, H]`` states, ``[N, K]`` experts and their weights."""
         engine, layer = self._hf_subbyte_moe_experts
+        if not torch.is_grad_enabled():
+            return engine.run(layer, self, hidden_states, top_k_index, top_k_weights)
         with torch.no_grad():
             found = engine.run(layer, self, hidden_states, top_k_index, top_k_weights)
-        if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+        if hidden_states.requires_grad or top_k_weights.requires_grad:
             found = _Untrained.apply(found, hidden_states, top_k_weights)  # type: ignore[no-untyped-call]
         return found
 

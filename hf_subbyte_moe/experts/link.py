@@ -8,9 +8,11 @@ waits for the same event.
 Without CUDA copies are done at once and tickets say nothing.
 """
 
+import itertools
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from torch import Tensor
 
 _PROBE_BYTES = 1 << 28
 _UNLIMITED = float("inf")
+_EVENTS = 1024
+_KNOWN_COUNTS = 64
 
 
 class Ticket:
@@ -42,6 +46,9 @@ class Link(Protocol):
 
     def read(self, tensors: Sequence[Tensor]) -> list[list[int]]:
         """Whole numbers on the device, as lists; waits for them."""
+
+    def copying(self) -> AbstractContextManager[Any]:
+        """Where copies are asked."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy after all that was asked before."""
@@ -71,6 +78,10 @@ class DirectLink:
         """Whole numbers as lists."""
         return [tensor.flatten().tolist() for tensor in tensors]
 
+    def copying(self) -> AbstractContextManager[Any]:
+        """Anywhere."""
+        return nullcontext()
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy."""
         start = time.perf_counter()
@@ -94,6 +105,15 @@ class DirectLink:
         """Nothing is on its way."""
 
 
+def _events() -> Iterator[torch.cuda.Event]:
+    """Events again and again, since making one takes longer than using it.
+
+    One that is recorded anew while somebody waits for what it meant before makes him wait longer, never too short: all
+    of a ring are recorded on one stream.
+    """
+    return itertools.cycle([torch.cuda.Event(enable_timing=True) for _ in range(_EVENTS)])
+
+
 class CudaLink:
     """Copies on a stream of their own.
 
@@ -106,8 +126,10 @@ class CudaLink:
         self.device = device
         self.speed = _UNLIMITED  # until it is measured
         self.stream = torch.cuda.Stream(device)
-        self._read = torch.cuda.Event(enable_timing=True)
+        self._choices, self._copies = _events(), _events()
+        self._read = next(self._choices)
         self._numbers = torch.empty(most, dtype=torch.int64, pin_memory=True)
+        self._parts: dict[tuple[int, ...], list[Tensor]] = {}
         self._tickets = 0
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -115,38 +137,50 @@ class CudaLink:
         """Measure the speed with copies of one slab onto another."""
         repeats = max(2, min(64, _PROBE_BYTES // max(1, source.nbytes)))
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self.copy(target, source)
-        with torch.cuda.stream(self.stream):
+        with self.copying():
+            self.copy(target, source)
             first.record()
             for _ in range(repeats):
-                target.copy_(source, non_blocking=True)
+                self.copy(target, source)
             last.record()
         last.synchronize()
         self.speed = repeats * source.nbytes / (first.elapsed_time(last) * 1e-3)
 
     def read(self, tensors: Sequence[Tensor]) -> list[list[int]]:
         """One small copy for every tensor, and one wait."""
-        counts = [tensor.numel() for tensor in tensors]
-        if sum(counts) > self._numbers.numel():
-            self._numbers = torch.empty(2 * sum(counts), dtype=torch.int64, pin_memory=True)
-        parts = self._numbers[: sum(counts)].split(counts)
+        parts = self._room(tuple(tensor.numel() for tensor in tensors))
         for part, tensor in zip(parts, tensors, strict=True):
-            part.copy_(tensor.reshape(-1), non_blocking=True)
-        self._read = torch.cuda.Event(enable_timing=True)
+            part.copy_(tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1), non_blocking=True)
+        self._read = next(self._choices)
         self._read.record()
         self.stream.wait_event(self._read)
         self._read.synchronize()
         return [part.tolist() for part in parts]
 
+    def _room(self, counts: tuple[int, ...]) -> list[Tensor]:
+        """Pinned memory for so many numbers."""
+        parts = self._parts.get(counts)
+        if parts is None:
+            if sum(counts) > self._numbers.numel():
+                self._numbers = torch.empty(2 * sum(counts), dtype=torch.int64, pin_memory=True)
+                self._parts = {}
+            if len(self._parts) > _KNOWN_COUNTS:
+                self._parts = {}
+            parts = self._parts[counts] = list(self._numbers[: sum(counts)].split(list(counts)))
+        return parts
+
+    def copying(self) -> AbstractContextManager[Any]:
+        """On the stream for copies."""
+        return torch.cuda.stream(self.stream)
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Enqueue a copy."""
-        with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
+        target.copy_(source, non_blocking=True)
 
     def mark(self) -> Ticket:
         """An event behind the copies."""
         self._tickets += 1
-        event = torch.cuda.Event(enable_timing=True)
+        event = next(self._copies)
         event.record(self.stream)
         return Ticket(self._tickets, event)
 

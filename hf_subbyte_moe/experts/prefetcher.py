@@ -89,8 +89,9 @@ class Prefetcher:
         if missing:
             keep = set(keys)
             try:
-                for key in missing:
-                    copied += self._bring(layer, key, keep)
+                with self.link.copying():
+                    for key in missing:
+                        copied += self._bring(layer, key, keep)
             except BaseException:
                 self._note_arriving(missing)
                 raise
@@ -135,7 +136,8 @@ class Prefetcher:
             end = elements if left >= elements - load.done else load.done + left // self._chunk * self._chunk
             try:
                 source = self.bank.slab(layer, expert)
-                self.link.copy(self._rows[load.slot][load.done : end], source[load.done : end])
+                with self.link.copying():
+                    self.link.copy(self._rows[load.slot][load.done : end], source[load.done : end])
             except (OSError, RuntimeError) as error:  # the call that needs the expert tries again, and fails
                 logger.warning("experts: layer %d, expert %d could not be brought ahead: %s", layer, expert, error)
                 self.pool.give_back(ahead.pop(key).slot)

@@ -8,7 +8,6 @@ predictor is right. Routers and predictors still compute, so their time counts.
 Gives up: dependence between layers beyond what predictors see of it.
 """
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,8 @@ from hf_subbyte_moe.routing.families import find_routers
 
 UNIFORM = "uniform"
 _TINY = 1e-9
+_FIRST = 1e6  # before everything that is drawn
+_TRIALS, _TRIAL_TOKENS = 6, 64
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,8 @@ def statistics_of(chosen: Tensor, experts: int, tokens: int, recall: dict[str, f
     counts = torch.zeros(chosen.shape[1], experts)
     counts.scatter_add_(1, chosen.permute(1, 0, 2).flatten(1), torch.ones(chosen.shape[1], chosen[:, 0].numel()))
     popularity = (counts.sort(dim=1, descending=True).values / counts.sum(1, keepdim=True)).mean(0)
-    texts = chosen.unflatten(0, (-1, tokens))
-    again = (texts[:, 1:, :, :, None] == texts[:, :-1, :, None, :]).any(-1)
-    return Statistics(tuple(popularity.tolist()), float(again.float().mean()), recall, source)
+    repeat = _repeat_of(chosen.unflatten(0, (-1, tokens)))
+    return Statistics(tuple(popularity.tolist()), repeat, recall, source)
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,11 @@ def draw_trace(
     popularity = torch.nn.functional.interpolate(known, experts, mode="linear", align_corners=False)[0, 0]
     order = torch.rand(layers, experts, generator=generator).argsort(1)
     weight = popularity.log().float()[order]  # [L, E]
-    by_chance = _overlap_by_chance(weight, top_k, generator)
-    stay = min(1.0, max(0.0, (statistics.repeat - by_chance) / max(_TINY, 1 - by_chance)))
-    chosen = torch.empty(tokens, layers, top_k, dtype=torch.int64)
-    before: Tensor | None = None
-    for token in range(tokens):
-        rank = weight + _gumbel((layers, experts), generator)
-        if before is not None:
-            kept = torch.rand(layers, top_k, generator=generator) < stay
-            rank = rank + torch.zeros(layers, experts).scatter_(1, before, kept.float() * 1e6)
-        before = rank.topk(top_k, dim=1).indices
-        chosen[token] = before
+    stay = statistics.repeat
+    for trial in range(_TRIALS):  # experts are also met again by chance, popular ones often
+        found = _repeat_of(_draw(weight, stay, _TRIAL_TOKENS, top_k, torch.Generator().manual_seed(trial)))
+        stay = min(1.0, max(0.0, stay + statistics.repeat - found))
+    chosen = _draw(weight, stay, tokens, top_k, generator)
     foretold = {
         predictor: _with_mistakes(chosen, weight, recall, generator) for predictor, recall in statistics.recall.items()
     }
@@ -112,11 +106,25 @@ def _gumbel(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return -(-torch.rand(shape, generator=generator).clamp(min=_TINY).log()).log()
 
 
-def _overlap_by_chance(weight: Tensor, top_k: int, generator: torch.Generator) -> float:
-    """Share of experts that two independent draws have in common."""
-    draws = [(weight + _gumbel(tuple(weight.shape), generator)).topk(top_k, dim=1).indices for _ in range(64)]
-    met = [(one[:, :, None] == other[:, None, :]).any(-1).float() for one, other in itertools.pairwise(draws)]
-    return float(torch.stack(met).mean())
+def _draw(weight: Tensor, stay: float, tokens: int, top_k: int, generator: torch.Generator) -> Tensor:
+    """``[N, L, K]``: each expert of the token before stays with a probability, the rest is drawn by popularity."""
+    layers, experts = weight.shape
+    chosen = torch.empty(tokens, layers, top_k, dtype=torch.int64)
+    before: Tensor | None = None
+    for token in range(tokens):
+        rank = weight + _gumbel((layers, experts), generator)
+        if before is not None:
+            kept = torch.rand(layers, top_k, generator=generator) < stay
+            rank = rank + torch.zeros(layers, experts).scatter_(1, before, kept.float() * _FIRST)
+        before = rank.topk(top_k, dim=1).indices
+        chosen[token] = before
+    return chosen
+
+
+def _repeat_of(chosen: Tensor) -> float:
+    """Share of experts that the token before used, ``[N, L, K]`` or ``[W, N, L, K]``."""
+    again = (chosen[..., 1:, :, :, None] == chosen[..., :-1, :, None, :]).any(-1)
+    return float(again.float().mean())
 
 
 def _with_mistakes(chosen: Tensor, weight: Tensor, recall: float, generator: torch.Generator) -> Tensor:

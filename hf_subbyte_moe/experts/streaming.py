@@ -126,18 +126,16 @@ class LayerStream:
             self._layer[buffer] = layer
             self._loaded[buffer] = set()
         loaded, rows, copied = self._loaded[buffer], self._rows(buffer), 0
-        asked = False
-        for expert in wanted:
-            if expert in loaded:
-                continue
-            slot = self.pool.slot(layer * self.experts + expert)
-            if slot >= 0:
-                self.link.copy(rows[expert], self._slots[slot])
-            else:
-                self.link.copy(rows[expert], self.bank.slab(layer, expert))
-                copied += self.bank.layout.nbytes
-            loaded.add(expert)
-            asked = True
+        asked = [expert for expert in wanted if expert not in loaded]
+        with self.link.copying():
+            for expert in asked:
+                slot = self.pool.slot(layer * self.experts + expert)
+                if slot >= 0:
+                    self.link.copy(rows[expert], self._slots[slot])
+                else:
+                    self.link.copy(rows[expert], self.bank.slab(layer, expert))
+                    copied += self.bank.layout.nbytes
+                loaded.add(expert)
         if asked:
             self._tickets[buffer] = self.link.mark()
             self.counters.streamed(layer, copied)

@@ -46,11 +46,9 @@ class SlowLink(CudaLink):
         self._random = random.Random(0)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self.stream):
-            torch.cuda._sleep(self._random.choice((0, 0, 20_000, 400_000)))
+        torch.cuda._sleep(self._random.choice((0, 0, 20_000, 400_000)))
         super().copy(target, source)
-        with torch.cuda.stream(self.stream):
-            torch.cuda._sleep(self._random.choice((0, 0, 20_000, 400_000)))
+        torch.cuda._sleep(self._random.choice((0, 0, 20_000, 400_000)))
 
     def use(self, ticket: Any, timed: bool = False) -> None:
         super().use(ticket, timed)

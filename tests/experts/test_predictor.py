@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 import hf_subbyte_moe
 from hf_subbyte_moe import cli
 from hf_subbyte_moe.cli.running import default_model
-from hf_subbyte_moe.experts import PREDICTOR_SIDECAR_NAME, Heads
+from hf_subbyte_moe.experts import PREDICTOR_SIDECAR_NAME, Heads, calibration
 from hf_subbyte_moe.experts.calibration import (
     CONTROL,
     gate_of,
@@ -54,13 +54,20 @@ def test_control_of_steered_routers(mode: dict[str, object]) -> None:
         assert torch.equal(gate.ask(layer, seen.states[layer]), seen.chosen[:, layer])
 
 
+class Negative(torch.nn.Module):
+    """No norm that any model has."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return -states
+
+
 def test_a_gate_that_asks_something_else_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_moe("mixtral", num_hidden_layers=3)
     expected = steps(model, prompt(20))
     engine = offloaded(model, 6, prefetch="gate")
     always(engine, GATE)
     assert engine.states is not None
-    engine.states.norms[1] = torch.nn.Identity()
+    engine.states.norms[1] = Negative()
     assert same(expected, steps(model, prompt(20)))
     assert "layer 1's gate does not repeat its choice" in caplog.text
     assert not engine.predictors[GATE].usable  # type: ignore[attr-defined]
@@ -107,7 +114,8 @@ def test_reference_heads_find_what_was_measured() -> None:
     assert len(heads.notes["accuracy"]) == 7 * 4
 
 
-def test_calibrate_writes_a_sidecar(tmp_path: Path) -> None:
+def test_calibrate_writes_a_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_STEPS", 40)
     out = tmp_path / "heads.safetensors"
     model = tiny_moe("qwen3_moe")
     arguments = ["calibrate", default_model(), "--predictor", "--windows", "4", "--context", "300", "--out", str(out)]

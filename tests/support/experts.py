@@ -1,6 +1,7 @@
 """Placed experts in tests: steps of a model, and links that misbehave."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -63,6 +64,9 @@ class LazyLink:
     def read(self, tensors: Sequence[Tensor]) -> list[list[int]]:
         self._note("choice", 0)
         return [tensor.flatten().tolist() for tensor in tensors]
+
+    def copying(self) -> Any:
+        return nullcontext()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._note("request", len(self.asked))
