@@ -1,14 +1,14 @@
 """What model cards and the lm-eval section show, for ``eval/report.py``: result files, and formulas on configs."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
 from hf_subbyte_moe.accounting import LayerGeometry, layer_bytes, tiles_of
-from hf_subbyte_moe.config import KVCacheConfig
+from hf_subbyte_moe.config import DEFAULT_BITS, KVCacheConfig
 from hf_subbyte_moe.results import markdown_table, read_rows
 
 
@@ -63,8 +63,8 @@ def _kernel(shape: str) -> str:
     )
 
 
-def _bytes(folder: str) -> str:
-    """Bytes of one row's cache by formula, everything of a layer at the budget."""
+def cache_bytes(folder: str) -> Iterator[tuple[int, float, float]]:
+    """Tokens, bytes of a plain bf16 cache and of ours: one row by formula, everything of a layer at the budget."""
     config = AutoConfig.from_pretrained(CARDS / folder).get_text_config(decoder=True)
     options = KVCacheConfig.from_dict(config.hf_subbyte_moe["kv_cache"])
     if getattr(config, "kv_lora_rank", None):
@@ -73,15 +73,21 @@ def _bytes(folder: str) -> str:
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         heads, dims = config.num_key_value_heads, (dim, dim)
     geometry = LayerGeometry(1, heads, *dims, 2, options.window, options.sinks)
-    lines = ["| tokens | plain bf16, MiB | packed, MiB | of plain |", "| --- | ---: | ---: | ---: |"]
     for tokens in _LENGTHS:
-        if tokens > config.max_position_embeddings:
-            continue
-        tiles = tiles_of(tokens, options.sinks, options.window)
-        record = round(sum(dims) * 128 * (options.bits or 2.5) / 8)
-        packed = config.num_hidden_layers * layer_bytes(geometry, tiles, [(record, heads * tiles)], 0)
-        plain = config.num_hidden_layers * tokens * geometry.values_per_token * 2
-        lines.append(f"| {tokens:,} | {plain / 2**20:,.0f} | {packed / 2**20:,.0f} | {packed / plain:.1%} |")
+        if tokens <= config.max_position_embeddings:
+            tiles = tiles_of(tokens, options.sinks, options.window)
+            record = round(sum(dims) * 128 * (options.bits or DEFAULT_BITS) / 8)
+            packed = config.num_hidden_layers * layer_bytes(geometry, tiles, [(record, heads * tiles)], 0)
+            yield tokens, config.num_hidden_layers * tokens * geometry.values_per_token * 2, packed
+
+
+def _bytes(folder: str) -> str:
+    """A card's table of them."""
+    lines = ["| tokens | plain bf16, MiB | packed, MiB | of plain |", "| --- | ---: | ---: | ---: |"]
+    lines += [
+        f"| {tokens:,} | {plain / 2**20:,.0f} | {packed / 2**20:,.0f} | {packed / plain:.1%} |"
+        for tokens, plain, packed in cache_bytes(folder)
+    ]
     return "\n".join(lines)
 
 

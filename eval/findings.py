@@ -380,13 +380,19 @@ def cluster_signals() -> Finding | None:
 
 
 def routing_time() -> Finding | None:
-    """Time between GPUs, native placement and clustered; no rows, no verdict."""
-    rows = [row for row in rows_of("distributed") if row.get("ms_routing") is not None]
-    if not rows:
+    """A step of expert parallelism, experts placed by index and by cluster with soft routing."""
+    cells: dict[tuple[Any, ...], dict[str, Row]] = {}
+    rows = rows_of("distributed", mode="expert")
+    for row in rows:
+        cells.setdefault((row["model"], row["layers"], row["batch"]), {})[row["placement"]] = row
+    pairs = [(found.get("by index"), found.get("clustered, soft")) for found in cells.values()]
+    saved = [index["ms"] - ours["ms"] for index, ours in pairs if index and ours]
+    if not saved:
         return None
-    figure = ", ".join(f"{row['model']}, {row['system']}: {row['ms_routing']:.2f} ms" for row in rows)
-    ours = [Case(row["ms_routing"], 0.4, at_most=True) for row in rows if "cluster" in row["system"]]
-    return Finding(figure, named(rows, "device"), verdict_of(ours) if ours else REFUTED)
+    fewer = [1 - ours["expert_bytes"] / index["expert_bytes"] for index, ours in pairs if index and ours]
+    figure = f"{span(saved, '+.2f')} ms saved, {span(fewer, '.0%')} fewer bytes across"
+    where = f"{named(rows, 'gpus')} GPUs, {named(rows, 'model')} with random weights, {named(rows, 'device')}"
+    return Finding(figure, where, verdict_of([Case(ms, 2.8) for ms in saved]))
 
 
 def prefetch() -> Finding | None:

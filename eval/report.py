@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the package besi
 
 import cards
 import claims
+import readme_report
 import routing_report
 from quality import report as quality
 
@@ -31,6 +32,7 @@ from quality import report as quality
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "eval" / "results"
 PAGES = (ROOT / "README.md", ROOT / "eval" / "README.md", *sorted((ROOT / "model_cards").glob("*/README.md")))
+_SHOWN_BATCHES = (1, 8)
 _MARK = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end report -->)", re.DOTALL)
 
 
@@ -107,7 +109,7 @@ def decode_attention() -> str:
     fastest: dict[tuple[str, int, int], dict[str, Any]] = {}
     mixed: dict[tuple[str, int, int], dict[str, Any]] = {}
     for row in result["rows"]:
-        if row["backend"] != "cuda" or row["us"] is None:
+        if row["backend"] != "cuda" or row["us"] is None or row["batch"] not in _SHOWN_BATCHES:
             continue
         key = (row["shape"], row["batch"], row["context"])
         if row["k_tier"] == "mix-2.5":
@@ -200,26 +202,25 @@ def routing_all() -> str:
 def roofline() -> str:
     """What decode steps must cost on many GPUs: computed, nothing measured."""
     result = _load(RESULTS / "roofline.json")
-    made = {(row["model"], row["gpus"], row["batch"], row["bits"]): row for row in result["rows"]}
-    batches = sorted({row["batch"] for row in result["rows"]})
-    bits = sorted({row["bits"] for row in result["rows"]}, key=lambda value: value is not None)
-    columns = [(batch, cache) for batch in batches for cache in bits]
+    machine, gpus = result["machine"], sorted({row["gpus"] for row in result["rows"]})
+    cells: dict[tuple[str, int], dict[tuple[int, bool], dict[str, Any]]] = {}
+    for row in result["rows"]:
+        cells.setdefault((row["model"], row["batch"]), {})[row["gpus"], row["bits"] is None] = row
 
-    def cell(row: dict[str, Any]) -> str:
-        return f"{row['ms']:.2f}" if row["fits"] else "does not fit"
+    def cell(found: dict[tuple[int, bool], dict[str, Any]], count: int) -> str:
+        return " / ".join(
+            f"{row['ms']:.1f}" if row["fits"] else "-" for row in (found[count, True], found[count, False])
+        )
 
-    rows = [
-        [f"{model} on {gpus}", *(cell(made[(model, gpus, *column)]) for column in columns)]
-        for model, gpus in dict.fromkeys((row["model"], row["gpus"]) for row in result["rows"])
-    ]
-    named = [f"batch {batch}, {'bf16' if cache is None else f'{cache:g} bits'}" for batch, cache in columns]
-    context, machine = result["rows"][0]["context"], result["machine"]
-    table = _table([f"ms a step at least, {context:,} tokens a row", *named], rows)
+    rows = [[f"{name}, batch {batch}", *(cell(found, one) for one in gpus)] for (name, batch), found in cells.items()]
+    bits = next(row["bits"] for row in result["rows"] if row["bits"] is not None)
+    table = _table(["ms a step at least, by GPUs", *map(str, gpus)], rows)
     return (
-        f"{table}\n\nComputed from published configs, "
-        f"not measured: {machine['name']}, every byte read once at {machine['memory_rate'] / 1e12:.2f} TB/s, links at "
-        f"{machine['link_rate'] / 1e9:.0f} GB/s inside a node of {machine['gpus_a_node']} and "
-        f"{machine['node_rate'] / 1e9:.0f} GB/s a GPU between nodes; launches and latencies are not in it."
+        f"{table}\n\n**Computed** from published configs, not measured: {result['rows'][0]['context']:,} tokens a "
+        f"row, bf16 cache / {bits:g} bits, - where it does not fit; {machine['name']}, every byte read once at "
+        f"{machine['memory_rate'] / 1e12:.2f} TB/s, links at {machine['link_rate'] / 1e9:.0f} GB/s inside a node of "
+        f"{machine['gpus_a_node']} and {machine['node_rate'] / 1e9:.0f} GB/s a GPU between nodes; launches and "
+        "latencies are not in it."
     )
 
 
@@ -245,6 +246,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "roofline": roofline,
     **cards.SECTIONS,
     **claims.SECTIONS,
+    **readme_report.SECTIONS,
 }
 
 

@@ -58,9 +58,9 @@ def short(result: dict[str, Any]) -> str:
     shown = [
         row
         for row in rows
-        if (row["mode"] == _NATIVE and row["clustering"] in ("traces", *_COMPARED) and row["replicas"] in _held(row))
-        or (row["mode"] == _SOFT and row["clustering"] == "traces" and row["strength"] in (0.5, 1.0))
-        or (row["mode"] == _HARD and row["top_clusters"] == 1 and row["replicas"] == 0)
+        if (row["mode"] == _NATIVE and row["clustering"] in ("traces", "random") and row["replicas"] == 0)
+        or (row["mode"] == _SOFT and row["clustering"] == "traces" and row["strength"] == 0.5)
+        or (row["mode"] == _SOFT and row["clustering"] == "traces" and row["strength"] == 1.0 and row["replicas"])
     ]
     return f"{_domain_table(shown)}\n\n{_verdict(rows)}\n\n{_conditions(result['rows'])}"
 
@@ -145,10 +145,6 @@ def _is_default(row: Row) -> bool:
     """Not one of the rows that vary what is no trade-off."""
     balanced = row["balanced_load"] or row["clustering"] in _COMPARED
     return bool(balanced and (row["mode"] != _SOFT or (row["follow"] == 0.5 and row["keep"] == 1)))
-
-
-def _held(row: Row) -> tuple[int, ...]:
-    return (0, 2) if row["clustering"] == "traces" else (0,)
 
 
 def _averaged(rows: list[Row]) -> list[Row]:

@@ -86,7 +86,7 @@ def _score(row: Row | None) -> str:
     return "-" if row is None or row["score"] is None else f"{row['score']:.2f} of {row['score_exact']:.2f}"
 
 
-def _conditions(rows: list[Row]) -> str:
+def conditions(rows: list[Row]) -> str:
     """How much was measured, and on what."""
     counts = []
     for task in dict.fromkeys(row["task"] for row in rows):
@@ -109,7 +109,7 @@ def tables(rows: list[Row], dropped: list[Row], one: Callable[[list[Row]], str])
     for row in rows:
         cells.setdefault((row["model"], row["context"], row["protocol"]), []).append(row)
     parts = [
-        f"**{model}, {context:,} tokens, {protocol}**\n\n{one(cell)}\n\n{_conditions(cell)}"
+        f"**{model}, {context:,} tokens, {protocol}**\n\n{one(cell)}\n\n{conditions(cell)}"
         for (model, context, protocol), cell in cells.items()
     ]
     for cell in dropped:
@@ -174,7 +174,7 @@ def policies(rows: list[Row]) -> str:
                 *(shown(row[key], ".2f") for key in ("code_bits", "bits")),
                 *_short_cells([other for other in kept if key_of(other) == key_of(row)], chosen, protocols, task),
             ]
-    return f"{table(header, lines.values())}\n\n{_conditions(kept)}"
+    return f"{table(header, lines.values())}\n\n{conditions(kept)}"
 
 
 def _by_bits(row: Row) -> tuple[float, float]:
@@ -253,8 +253,8 @@ def collapse(rows: list[Row]) -> str:
     losses = ", ".join(f"{model} {loss:.3f}" for model, loss in exact.items())
     protocol = _some(sorted({row["protocol"] for row in rows}))
     contexts = _some(sorted({f"{row['context']:,}" for row in rows}))
-    conditions = f"{contexts} tokens, {protocol}; {_conditions(rows)}"
-    return f"{table(header, lines)}\n\nThe exact cache's loss: {losses}. {conditions}"
+    where = f"{contexts} tokens, {protocol}; {conditions(rows)}"
+    return f"{table(header, lines)}\n\nThe exact cache's loss: {losses}. {where}"
 
 
 # ------------------------------------------------------------------ plots

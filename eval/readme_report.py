@@ -1,0 +1,166 @@
+"""README's headline and its tables of peers, memory, latency and offload: sections of ``report.py``.
+
+A section whose result file is not there yet names the command that makes it.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import cards
+from quality.report import ONE_PIECE, TEXT, Row, conditions, key_of, missing, name_of, shown, table
+
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "eval" / "results"
+ATTENTION = ROOT / "kernels" / "benchmarks" / "results" / "decode_attention.json"
+_GIB = 2**30
+_SHOWN_BATCHES = (1, 8)
+_MEMORY = {"Mixtral-8x7B": "mixtral-8x7b", "Qwen3-30B-A3B": "qwen3-30b-a3b", "DeepSeek-V2-Lite": "deepseek-v2-lite"}
+
+
+def _rows(name: str) -> list[Row]:
+    path = RESULTS / f"{name}.json"
+    found: list[Row] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    return found
+
+
+def _devices(rows: list[Row]) -> str:
+    facts = [", ".join(dict.fromkeys(str(row[key]) for row in rows)) for key in ("device", "commit")]
+    return f"{facts[0]}, random weights of real shapes, commit {facts[1]}."
+
+
+def headline() -> str:
+    """What the project gives and what that costs, in one sentence of measured figures."""
+    result = json.loads(ATTENTION.read_text(encoding="utf-8"))
+    place = {"shape": "Mixtral-8x7B", "batch": 8, "context": 131072, "backend": "cuda"}
+    rows = [row for row in result["rows"] if all(row[key] == value for key, value in place.items()) and row["us"]]
+    mixed = next(row for row in rows if row["k_tier"] == "mix-2.5")
+    left = mixed["bytes"] / (2 * 2 * place["batch"] * 8 * 128 * place["context"])  # of 8 KV heads, head_dim 128
+    found = {
+        (row["policy"], row["budget"]): row
+        for row in _rows("quality")
+        if (row["model"], row["context"], row["protocol"], row["task"])
+        == ("subbyte-moe-31m", 4096, "one-piece", "text")
+        and row["codebook"] == "universal"
+    }
+    ours, uniform = found["auto", 2.3], found["uniform", 2.3]
+    return (
+        f"**On Mixtral's shape at 131,072 tokens and batch 8, a cache of 2.5 bits takes {left:.0%} of the bytes of a "
+        f"bf16 cache, and attention over it {mixed['us']:.0f} us a layer where the fastest bf16 attention takes "
+        f"{mixed['baseline_us']:.0f} ({mixed['speedup']:.1f} times faster, one {mixed['device']}). With "
+        f"{ours['code_bits']:.1f} bits of codes our reference MoE's loss grows by {ours['dnll']:.4f} nats at 4,096 "
+        f"tokens; uniform codes of as many bits cost {uniform['dnll']:.4f}.** Short contexts gain nothing: see "
+        "[when not to use it](#when-not-to-use-it)."
+    )
+
+
+def peers() -> str:
+    """Other caches beside ours by real bits, on the models of one run; every figure is in eval/README.md."""
+    rows = [row for row in _rows("quality_peers") if row["task"] == TEXT and row["protocol"] == ONE_PIECE]
+    if not rows:
+        return missing("peers")
+    places = list(dict.fromkeys((row["model"], row["context"]) for row in rows))
+    found = {(key_of(row), row["model"], row["context"]): row for row in rows}
+    first = {key_of(row): row for row in reversed(rows)}
+    lines = []
+    for key, row in sorted(first.items(), key=lambda item: item[1]["bits"] or 16):
+        cells = [found.get((key, *place)) for place in places]
+        figures = [("-", "-") if cell is None else (f"{cell['kl']:.4f}", f"{cell['dnll']:+.4f}") for cell in cells]
+        lines.append([name_of(row), shown(row["bits"], ".2f"), *(figure for pair in figures for figure in pair)])
+    header = ["cache", "bits"]
+    for model, context in places:
+        header += [f"{model}, {context:,}: KL", "loss"]
+    return f"{table(header, lines)}\n\n{conditions(rows)}"
+
+
+def memory() -> str:
+    """Bytes of one sequence's cache at 2.5 bits, by the formula that tests compare with measured bytes."""
+    lines = []
+    for name, folder in _MEMORY.items():
+        for tokens, plain, packed in list(cards.cache_bytes(folder))[-1:]:
+            lines.append(
+                [f"{name}, {tokens:,} tokens", f"{plain / _GIB:.2f}", f"{packed / _GIB:.2f}", f"{packed / plain:.0%}"]
+            )
+    return table(["one sequence", "bf16, GiB", "packed, GiB", "of bf16"], lines)
+
+
+def latency() -> str:
+    """``generate`` with one part after another switched on."""
+    rows = _rows("latency")
+    if not rows:
+        return "Not measured yet: `hf-subbyte-moe bench latency`."
+    lines = [
+        [
+            f"{row['model']}, {row['weights']}, {row['context']:,} tokens, batch {row['batch']}",
+            row["system"],
+            shown(row["ms_generate"], ".2f"),
+            shown(row["ms_step"], ".2f"),
+            shown(row["share_of_roofline"], ".0%"),
+            shown(row["peak_gb"], ".1f"),
+        ]
+        for row in rows
+        if row["batch"] in _SHOWN_BATCHES
+    ]
+    header = ["model", "system", "`generate`, ms a token", "step, ms", "of the roofline", "peak, GB"]
+    return f"{table(header, lines)}\n\n{_devices(rows)}"
+
+
+def experts() -> str:
+    """Decode steps with experts in host memory: a line a cell, a column a system."""
+    rows = _rows("experts")
+    if not rows:
+        return "Not measured yet: `hf-subbyte-moe bench experts`."
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    cells: dict[tuple[str, float, str], dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault((row["model"], row["resident"], row["trace"]), {})[row["system"]] = row
+    lines = [
+        [
+            f"{model}, {resident:.0%} resident, {trace}",
+            *(_offload_cell(found.get(system)) for system in systems),
+        ]
+        for (model, resident, trace), found in cells.items()
+    ]
+    note = "Milliseconds a token (share of what link and computation allow at best)."
+    return f"{table(['experts', *systems], lines)}\n\n{note} {_devices(rows)}"
+
+
+def _offload_cell(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    bound = row["share_of_bound"]
+    return f"{row['ms']:.1f}" + ("" if bound is None else f" ({bound:.0%})")
+
+
+def distributed() -> str:
+    """Steps on several GPUs beside one."""
+    rows = _rows("distributed")
+    if not rows:
+        return (
+            "Not measured yet: `torchrun --nproc-per-node 2 eval/distributed.py eval/configs/distributed.json expert`."
+        )
+    lines = [
+        [
+            f"{row['model']}, {row['layers']} layers, batch {row['batch']}, {row['cache']}",
+            f"{row['gpus']}, {row['mode']}",
+            row["placement"],
+            f"{row['ms']:.2f}",
+            f"{row['roofline_share']:.0%}",
+            f"{(row['attention_bytes'] + row['expert_bytes']) / 1e3:,.0f}",
+        ]
+        for row in rows
+    ]
+    context = ", ".join(f"{tokens:,}" for tokens in dict.fromkeys(row["context"] for row in rows))
+    header = ["model", "GPUs, parallel", "experts", "step, ms", "of the roofline", "KB a token across"]
+    return f"{table(header, lines)}\n\n{context} tokens a row; {_devices(rows)}"
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "headline": headline,
+    "peers": peers,
+    "memory": memory,
+    "latency": latency,
+    "experts": experts,
+    "distributed": distributed,
+}

@@ -1,0 +1,143 @@
+"""Verdicts follow from rows, by rule; README is rendered by one machinery; a claim without rows breaks nothing."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
+
+import claims
+import findings
+import report
+from findings import BEATEN, PART, REACHED, REFUTED, Case, verdict_of
+
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes the result files that rules then read; there are no others."""
+    monkeypatch.setattr(findings, "RESULTS", tmp_path)
+    monkeypatch.setattr(findings, "KERNELS", tmp_path)
+
+    def write(name: str, rows: list[dict[str, Any]], **more: Any) -> None:
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows, **more}), encoding="utf-8")
+
+    return write
+
+
+def line_of(words: str) -> list[str]:
+    """Cells of a claim's line."""
+    (line,) = [line for line in claims.claims().splitlines() if words in line]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+@pytest.mark.parametrize(
+    ("figures", "part", "premise", "expected"),
+    [
+        ([1.2, 1.1], False, False, BEATEN),
+        ([1.2, 1.0], False, False, REACHED),
+        ([1.2, 1.1], False, True, REACHED),
+        ([1.2, 0.9], False, False, PART),
+        ([0.9], True, False, PART),
+        ([0.9, 0.5], False, False, REFUTED),
+    ],
+)
+def test_verdicts(figures: list[float], part: bool, premise: bool, expected: str) -> None:
+    assert verdict_of([Case(figure, 1.0) for figure in figures], part, premise) == expected
+    assert verdict_of([Case(1 / figure, 1.0, at_most=True) for figure in figures], part, premise) == expected
+
+
+def test_a_claim_without_rows_says_so(results: Any) -> None:
+    assert line_of("under 5 ms a token")[2:4] == ["**not measured yet**", "-"]
+    shown = claims.claims()
+    unmeasured = [claim for claim in claims.CLAIMS if claim.source.startswith(("eval/results", "kernels"))]
+    assert shown.count("not measured yet") == len(unmeasured)
+
+
+def test_latency_is_about_8x22b_and_smaller_models_are_a_part(results: Any) -> None:
+    def row(model: str, system: str, ms: float, context: int = 65536) -> dict[str, Any]:
+        return {
+            "model": model,
+            "weights": "bf16",
+            "context": context,
+            "batch": 1,
+            "system": system,
+            "ms_generate": ms,
+            "ms_step": ms,
+            "device": "X",
+        }
+
+    results(
+        "latency", [row("Qwen3", "stock", 70.0), row("Qwen3", "+ graph", 6.0), row("Mixtral-8x22B", "+ int4", 9.0)]
+    )
+    assert line_of("under 5 ms a token")[2] == f"**{REFUTED}**"
+    results(
+        "latency", [row("Qwen3", "+ cache", 9.0), row("Qwen3", "+ graph", 4.0), row("Mixtral-8x22B", "+ int4", 9.0)]
+    )
+    cells = line_of("under 5 ms a token")
+    assert cells[2] == f"**{PART}**"
+    assert "Qwen3 (bf16) 4.0 ms, Mixtral-8x22B (bf16) 9.0 ms (65,536 tokens, batch 1, X)" in cells[3]
+    results("latency", [row("Mixtral-8x22B", "+ int4", 4.0), row("Qwen3", "stock", 70.0, context=131072)])
+    assert line_of("under 5 ms a token")[2] == f"**{BEATEN}**"
+    assert line_of("past 50 ms a token")[2] == f"**{REACHED}**"
+
+
+def test_prefetch_needs_half_the_time(results: Any) -> None:
+    def row(system: str, ms: float) -> dict[str, Any]:
+        return {"model": "M", "resident": 0.5, "trace": "t", "system": system, "ms": ms, "device": "X"}
+
+    for ours, verdict in ((4.0, BEATEN), (5.0, REACHED), (8.0, PART), (9.9, REFUTED)):
+        results("experts", [row("none", 10.0), row("gate", ours), row("oracle", 4.0), row("accelerate", 90.0)])
+        assert line_of("hides the experts")[2] == f"**{verdict}**"
+
+
+def test_the_entropy_rule_is_judged_within_one_run(results: Any) -> None:
+    def row(policy: str, kl: float, commit: str) -> dict[str, Any]:
+        cell = {"model": "m", "context": 1024, "protocol": "one-piece", "budget": 2.3, "n": 4, "device": "CPU"}
+        return {**cell, "policy": policy, "task": "text", "kl": kl, "commit": commit}
+
+    results("quality", [row("entropy_rank", 0.01, "a"), row("uniform", 0.02, "b")])
+    assert line_of("high entropy needs more bits")[2] == "**not measured yet**"
+    results("quality", [row("entropy_rank", 0.01, "a"), row("uniform", 0.02, "a")])
+    assert line_of("high entropy needs more bits")[2] == f"**{BEATEN}**"
+    results("quality", [row("entropy_rank", 0.021, "a"), row("uniform", 0.02, "a")])
+    assert line_of("high entropy needs more bits")[2] == f"**{REFUTED}**"
+
+
+def test_premises(results: Any) -> None:
+    def model(name: str, entropy: list[float], share: float, keys: float) -> dict[str, Any]:
+        uniform = [
+            {"nbits": nbits, "sides": [side], "dnll": loss, "nll_exact": 2.0}
+            for nbits in (2, 3)
+            for side, loss in (("keys", keys), ("values", 0.01))
+        ]
+        outliers = [{"side": side, "token": share} for side in ("keys", "values")]
+        return {"model": name, "entropy": entropy, "outliers": outliers, "uniform": uniform}
+
+    falling, rising = model("a", [5.0, 4.0, 3.0], 0.01, 1.0), model("b", [3.0, 4.0, 5.0], 0.02, 0.1)
+    results("premises", [], models=[falling, rising], conditions={"context": 1024})
+    for words in ("early layers have high entropy", "outliers beyond 3.5 sigma", "fail on keys"):
+        assert line_of(words)[2] == f"**{PART}**"
+    assert "a -1.00, b +1.00" in line_of("early layers have high entropy")[3]
+
+
+def test_sources_are_there_or_not_measured_yet() -> None:
+    for claim in claims.CLAIMS:
+        assert (ROOT / claim.source).exists() or line_of(claim.words)[2] == "**not measured yet**", claim.words
+
+
+def test_check_fails_on_a_page_that_is_out_of_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("<!-- report: claims -->\nold\n<!-- end report -->\n", encoding="utf-8")
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    assert report.main(True, [page]) == 1
+    assert "old" in page.read_text(encoding="utf-8")
+    assert report.main(False, [page]) == 0
+    assert report.main(True, [page]) == 0
+    assert claims.claims() in page.read_text(encoding="utf-8")
