@@ -33,6 +33,7 @@ from hf_subbyte_moe.ops import (
     router,
     small_linear,
 )
+from hf_subbyte_moe.routing import SteeredRouter
 
 
 _FAMILIES = ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe")
@@ -193,7 +194,7 @@ def _feed_forward(module: Any) -> Any:
     plain = type(weight) is nn.Parameter and weight.is_floating_point() and weight.dim() == 3 and weight.numel() > 0
     if not plain or not isinstance(experts.act_fn, nn.SiLU):
         return module
-    native = type(gate).__name__ in _ROUTERS
+    native = type(gate).__name__ in _ROUTERS and not isinstance(gate, SteeredRouter)
     mixtral = type(gate).__name__ == "MixtralTopKRouter"
     norm = "sum" if mixtral or getattr(gate, "norm_topk_prob", True) else "none"
     spec = RouterSpec(top_k=getattr(gate, "top_k", 1), norm=norm, float_weights=mixtral)

@@ -20,6 +20,7 @@ from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.config import DecodeConfig
 from hf_subbyte_moe.decode.fused import FusedStep
 from hf_subbyte_moe.decode.graph import CaptureError, CaptureRoom, GraphedStep
+from hf_subbyte_moe.experts import engine_of
 
 
 _log = logging.getLogger("hf_subbyte_moe")
@@ -160,6 +161,8 @@ def model_obstacle(model: PreTrainedModel) -> str | None:
     config = model.config
     if any(getattr(config, f"output_{name}", False) for name in ("hidden_states", "attentions", "router_logits")):
         return "the model's config asks for hidden states, attentions or router logits"
+    if engine_of(model) is not None:
+        return "the host decides which of its experts are on the GPU (experts.placement)"
     if {parameter.device for parameter in model.parameters()} != {model.device}:
         return "its weights lie on several devices"
     for name, module in model.named_modules():
