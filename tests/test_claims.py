@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
 import claims
 import findings
 import report
-from findings import BEATEN, PART, REACHED, REFUTED, Case, verdict_of
+from findings import BEATEN, ELSEWHERE, PART, REACHED, REFUTED, Case, verdict_of
 
 
 ROOT = Path(__file__).parents[1]
@@ -86,6 +86,22 @@ def test_latency_is_about_8x22b_and_smaller_models_are_a_part(results: Any) -> N
     results("latency", [row("Mixtral-8x22B", "+ int4", 4.0), row("Qwen3", "stock", 70.0, context=131072)])
     assert line_of("under 5 ms a token")[2] == f"**{BEATEN}**"
     assert line_of("past 50 ms a token")[2] == f"**{REACHED}**"
+
+
+def test_what_no_machine_here_can_run(results: Any) -> None:
+    row = {"model": "Q", "weights": "bf16", "context": 65536, "batch": 1, "ms_generate": 9.0, "device": "X"}
+    results("latency", [{**row, "system": "+ graph"}])
+    assert line_of("under 5 ms a token")[2] == f"**{ELSEWHERE}**"
+    shape = {"model": "Q", "layers": 4, "batch": 1, "mode": "expert", "device": "X"}
+    placements = (("by index", 9.0, 100.0), ("clustered, soft", 5.0, 60.0))
+    for gpus, verdict in ((2, ELSEWHERE), (16, BEATEN)):
+        rows = [
+            {**shape, "gpus": gpus, "placement": name, "ms": ms, "expert_bytes": sent} for name, ms, sent in placements
+        ]
+        results("distributed", rows)
+        cells = line_of("routing 3.2 to under 0.4 ms")
+        assert cells[2] == f"**{verdict}**"
+        assert "+4.00 ms saved, 40% fewer bytes across" in cells[3]
 
 
 def test_prefetch_needs_half_the_time(results: Any) -> None:
