@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the package besi
 
 import cards
 import claims
+import latency_report
 import readme_report
 import routing_report
 from quality import report as quality
@@ -224,6 +225,13 @@ def roofline() -> str:
     )
 
 
+def latency() -> str:
+    """Milliseconds a token of ``generate()``, stock and with our parts added one by one."""
+    result = latency_report.load(RESULTS / "latency.json")
+    picture = "![what each part saves](results/latency.png)\n\n" if result["rows"] else ""
+    return picture + latency_report.table(result)
+
+
 def _plot(name: str, rows: list[dict[str, Any]]) -> str:
     """A plot's place in eval/README.md, where it has something to show."""
     return f"![KL against real bits](results/{name}.png)\n\n" if quality.drawn_rows(rows) else ""
@@ -244,6 +252,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "routing": routing,
     "routing_all": routing_all,
     "roofline": roofline,
+    "latency": latency,
     **cards.SECTIONS,
     **claims.SECTIONS,
     **readme_report.SECTIONS,
@@ -286,6 +295,11 @@ def _stale_plots(check: bool) -> list[Path]:
         stale.append(path)
         if not check:
             routing_report.plot(shown, path)
+    timed, path = latency_report.load(RESULTS / "latency.json")["rows"], RESULTS / "latency.png"
+    if timed and latency_report.is_stale(path, timed):
+        stale.append(path)
+        if not check:
+            latency_report.plot(timed, path)
     return stale
 
 

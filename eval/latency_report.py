@@ -1,0 +1,101 @@
+"""The table and the waterfall of ``hf-subbyte-moe bench latency``."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+
+Row = dict[str, Any]
+_ORDER = ("stock default", "stock static compiled", "cache", "+ attention", "+ graph", "+ fused kernels")
+_STOCK = _ORDER[:2]
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Conditions and rows, by cell and then in the order of the systems; no rows where there is no file."""
+    if not path.exists():
+        return {"conditions": {}, "rows": []}
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    result["rows"].sort(key=lambda row: (*_cell(row), _ORDER.index(row["system"])))
+    return result
+
+
+def _cell(row: Row) -> tuple[str, str, int, int]:
+    return row["model"], row["weights"], row["batch"], row["context"]
+
+
+def table(result: dict[str, Any]) -> str:
+    """Every row."""
+    if not result["rows"]:
+        return "Not measured yet: `hf-subbyte-moe bench latency --json eval/results/latency.json`."
+    lines = [
+        "| model, batch, context | system | ms a token | mean | a step | of the roofline | first, ms | peak, GB |"
+    ]
+    lines.append("| --- | --- |" + " ---: |" * 6)
+    for row in result["rows"]:
+        name, weights, batch, context = _cell(row)
+        step = "-" if row["ms_step"] is None else f"{row['ms_step']:.2f}"
+        lines.append(
+            f"| {name} {weights}, batch {batch}, {context:,} tokens | {row['system']} | {row['ms_generate']:.2f} | "
+            f"{row['ms_mean']:.2f} | {step} | {row['share_of_roofline']:.0%} | {row['first_ms']:.0f} | "
+            f"{row['peak_gb']:.1f} |"
+        )
+    conditions = dict(result["conditions"])
+    rate = conditions.pop("copy_bytes_a_second") / 1e12
+    text = ", ".join(f"{key} {value}" for key, value in conditions.items())
+    devices = ", ".join(sorted({row["device"] for row in result["rows"]}))
+    commits = ", ".join(sorted({row["commit"] for row in result["rows"]}))
+    return (
+        "\n".join(lines)
+        + f"\n\n{devices}, {text}; commit {commits}. Random weights; medians of `generate()`, mean with "
+        f"packing between steps; a step is the forward alone; the roofline copies the step's bytes at {rate:.2f} TB/s."
+    )
+
+
+def digest(rows: list[Row]) -> str:
+    """Of what a plot shows."""
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def is_stale(path: Path, rows: list[Row]) -> bool:
+    """Whether the plot is not the one of these rows."""
+    return not path.exists() or digest(rows).encode() not in path.read_bytes()
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """A waterfall for each model, batch and context: what each part saves, down to the roofline.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as failed:
+        raise ValueError("plots need matplotlib: pip install 'hf-subbyte-moe[eval]'") from failed
+    cells = sorted({_cell(row) for row in rows})
+    figure = Figure(figsize=(4.2 * len(cells), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(cells), squeeze=False)[0]
+    for panel, cell in zip(panels, cells, strict=True):
+        here = [row for row in rows if _cell(row) == cell]
+        before = 0.0
+        for place, row in enumerate(here):
+            ms = row["ms_generate"]
+            if row["system"] in _STOCK or not before:
+                panel.bar(place, ms, color="tab:gray" if row["system"] in _STOCK else "tab:blue")
+            else:
+                panel.bar(place, ms, color="tab:blue")
+                saved = before - ms
+                panel.bar(
+                    place, abs(saved), bottom=min(ms, before), color="tab:green" if saved > 0 else "tab:red", alpha=0.4
+                )
+            if row["system"] not in _STOCK:
+                before = ms
+            panel.annotate(f"{ms:.1f}", (place, ms), ha="center", va="bottom", fontsize=8)
+        limit = here[-1]["share_of_roofline"] * here[-1]["ms_generate"]
+        panel.axhline(limit, color="black", linestyle=":", label=f"roofline, {limit:.1f} ms")
+        panel.set_yscale("log")
+        panel.set_xticks(range(len(here)), [row["system"] for row in here], rotation=40, ha="right", fontsize=8)
+        name, weights, batch, context = cell
+        panel.set(title=f"{name} {weights}, batch {batch}\n{context:,} tokens", ylabel="ms a token of generate()")
+        panel.legend(fontsize=8)
+    figure.savefig(path, dpi=110, metadata={"Description": digest(rows)})
