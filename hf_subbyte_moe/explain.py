@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_subbyte_moe.accounting import TILE_TOKENS
 from hf_subbyte_moe.cache import EntropySubbyteCache, LayerStatistics
 from hf_subbyte_moe.codecs import codec_of
+from hf_subbyte_moe.experts.report import ExpertsState, experts_state, experts_tables
 from hf_subbyte_moe.patching import STATISTICS_ATTRIBUTE
 from hf_subbyte_moe.policy import SIDES
 
@@ -75,11 +76,13 @@ class Explanation:
         choices: every choice of the policy.
         size: bytes and bits; None when the cache is gone.
         policy: the policy that chose; None where nothing was cached yet.
+        experts: what experts outside the model do; None where they are with it, or a cache was asked about.
     """
 
     choices: Sequence[Choice]
     size: CacheSize | None
     policy: str | None
+    experts: ExpertsState | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -87,15 +90,18 @@ class Explanation:
             "policy": self.policy,
             "size": None if self.size is None else asdict(self.size),
             "choices": [asdict(choice) for choice in self.choices],
+            **({} if self.experts is None else {"experts": self.experts.to_dict()}),
         }
 
     def render(self, console: Console) -> None:
         """Print tables: the size, then per layer and head the statistics and tiers of each row's last chunk."""
         if self.size is not None:
             console.print(_size_table(self.size))
+        if self.experts is not None:
+            console.print(experts_tables(self.experts))
         if self.choices:
             console.print(_choice_table(self.choices, self.policy))
-        else:
+        elif self.experts is None:
             console.print("nothing was measured yet: run a prompt through the entropy_subbyte cache")
 
     def __repr__(self) -> str:
@@ -114,7 +120,8 @@ def explain(model_or_cache: PreTrainedModel | EntropySubbyteCache) -> Explanatio
         model_or_cache: a cache, or a model that generated with one.
 
     Returns:
-        Statistics and tiers by layer, row, head and side; bytes and bits where the cache is given. Print it.
+        Statistics and tiers by layer, row, head and side; bytes and bits where the cache is given; of a model with
+        experts outside the GPU what these do. Print it.
 
     Raises:
         TypeError: neither a model nor one of our caches.
@@ -126,7 +133,7 @@ def explain(model_or_cache: PreTrainedModel | EntropySubbyteCache) -> Explanatio
         raise TypeError(f"explain() takes a model or an EntropySubbyteCache, not {type(model_or_cache).__name__}")
     statistics: dict[int, LayerStatistics] = getattr(model_or_cache, STATISTICS_ATTRIBUTE, {})
     policy = next((record.policy for record in statistics.values()), None)
-    return Explanation(_choices(statistics), None, policy)
+    return Explanation(_choices(statistics), None, policy, experts_state(model_or_cache))
 
 
 def cache_size(cache: EntropySubbyteCache) -> CacheSize:

@@ -17,6 +17,8 @@ from hf_subbyte_moe.cli.plot import plot_choices
 from hf_subbyte_moe.cli.prompts import needle_prompt
 from hf_subbyte_moe.cli.roofline import explain_shape
 from hf_subbyte_moe.cli.running import layer_progress, load_model
+from hf_subbyte_moe.cli.watch import watch_experts
+from hf_subbyte_moe.config import AUTO, PREFETCHES
 from hf_subbyte_moe.explain import explain
 from hf_subbyte_moe.patching import use_packed_attention
 from hf_subbyte_moe.scoring import forward
@@ -38,10 +40,18 @@ def explain_prompt(
     policy: PolicyName = "auto",
     plot: PlotFile = None,
     json_file: JsonFile = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Generate with experts outside the GPU, and show live what they do.")
+    ] = False,
+    gpu_slots: Annotated[float, typer.Option(min=0, max=1, help="Share of experts on the GPU, for --watch.")] = 0.5,
+    prefetch: Annotated[str, typer.Option(help=f"One of {', '.join(PREFETCHES)}, for --watch.")] = AUTO,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate, for --watch.")] = 128,
 ) -> None:
     """Run one prompt and show entropy, attention mass, error and tier of every layer, head and side; or compute.
 
     Example: hf-subbyte-moe explain --context 4096 --policy entropy
+
+    Example: hf-subbyte-moe explain --watch --gpu-slots 0.25
 
     Example: hf-subbyte-moe explain mistralai/Mixtral-8x22B-v0.1 --context 131072 --batch 4 --gpus 8
     """
@@ -58,6 +68,12 @@ def explain_prompt(
         ids = needle_prompt(tokenizer, context, seed=0, depth=0.35).ids
     else:
         ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][:, :context]
+    if watch:
+        options = {"placement": "offload", "gpu_slots": gpu_slots, "prefetch": prefetch}
+        watch_experts(console, loaded, ids, options, new_tokens)
+        if json_file is not None:
+            json_file.write_text(json.dumps(explain(loaded).to_dict(), indent=2) + "\n", encoding="utf-8")
+        return
     cache = EntropySubbyteCache(loaded.config.get_text_config(decoder=True), **cache_options(policy, bits))
     use_packed_attention(loaded)
     with torch.no_grad(), layer_progress(loaded, "prefill"):

@@ -158,6 +158,7 @@ class Engine:
         self.bank, self.slots, self.experts, self.top_k, self.layers = bank, slots, experts, top_k, layers
         self.counters = Counters(layers)
         self.states = states
+        self.calibrated: list[dict[str, Any]] = []  # what a sidecar says of predictors
         self.make_link: Callable[[], Link] | None = None  # tests put slow ones here
         self._on: Device | None = None
         bank.drain = self._drain

@@ -154,6 +154,7 @@ def place(model: PreTrainedModel, planned: Plan, loading: Loading | None = None)
     engine.states = None
     predictors, engine.states = _predictors(model, planned)
     engine.use_predictors(predictors)
+    engine.calibrated = [] if planned.heads is None else list(planned.heads.notes.get("accuracy", []))
     engine.counters.reset()
 
 
