@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from hf_subbyte_moe.codecs import codecs
+from hf_subbyte_moe.experts import PREDICTOR_SIDECAR_NAME, Heads
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the package beside this file, wherever we are run
 
 import cards
 import claims
+import experts_report
 import latency_report
 import readme_report
 import routing_report
@@ -232,6 +234,23 @@ def latency() -> str:
     return picture + latency_report.table(result)
 
 
+def experts_all() -> str:
+    """Decode steps with experts outside the GPU, every row, and the bars."""
+    result = experts_report.load(RESULTS / "experts.json")
+    picture = "![milliseconds by resident experts](results/experts.png)\n\n" if result["rows"] else ""
+    return picture + experts_report.table(result)
+
+
+def prediction() -> str:
+    """How well the reference MoE's experts are foretold."""
+    return experts_report.accuracy_table(_predictor_notes())
+
+
+def _predictor_notes() -> dict[str, Any]:
+    notes: dict[str, Any] = Heads.load(ROOT / "model_cards" / "subbyte-moe-31m" / PREDICTOR_SIDECAR_NAME).notes
+    return notes
+
+
 def _plot(name: str, rows: list[dict[str, Any]]) -> str:
     """A plot's place in eval/README.md, where it has something to show."""
     return f"![KL against real bits](results/{name}.png)\n\n" if quality.drawn_rows(rows) else ""
@@ -253,6 +272,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "routing_all": routing_all,
     "roofline": roofline,
     "latency": latency,
+    "experts_all": experts_all,
+    "prediction": prediction,
     **cards.SECTIONS,
     **claims.SECTIONS,
     **readme_report.SECTIONS,
@@ -300,6 +321,12 @@ def _stale_plots(check: bool) -> list[Path]:
         stale.append(path)
         if not check:
             latency_report.plot(timed, path)
+    placed, path = experts_report.load(RESULTS / "experts.json")["rows"], RESULTS / "experts.png"
+    foretold = _predictor_notes()["accuracy"] if placed else []
+    if placed and experts_report.is_stale(path, [placed, foretold]):
+        stale.append(path)
+        if not check:
+            experts_report.plot(placed, foretold, path)
     return stale
 
 
