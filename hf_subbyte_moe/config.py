@@ -23,6 +23,8 @@ BACKENDS = ("auto", "cuda", "triton", "torch")
 WHOLE_PROMPT = "prompt"
 ROUTING_MODES = ("native", "soft", "hard")
 CLUSTER_SCORES = ("top2", "max")
+MODEL_WEIGHTS = "model"
+EXPERT_WEIGHTS = (MODEL_WEIGHTS, "int4", "int4-g64", "fp8")
 PLACEMENTS = ("gpu", "offload", "disk")
 OFF = "off"
 PREDICTORS = ("previous", "gate", "head")
@@ -243,12 +245,18 @@ class ExpertsConfig:
             layer's norm and router on this layer's state), ``head`` (trained; from the sidecar), ``auto`` (the best
             that there is) or ``off``. Where prefetching turns out not to pay, it stops by itself.
         sidecar: file that ``hf-subbyte-moe calibrate --predictor`` wrote; None looks into the model's folder.
+        weights: ``model`` (as they are), ``int4`` (a scale for each 32 values), ``int4-g64`` (for each 64) or ``fp8``:
+            packed layer by layer when the model is loaded, and read packed.
+        fused: up to 16 tokens on a GPU are computed in two launches, with sums in another order than the model's own
+            function takes them; None means where experts stay with the model.
     """
 
     placement: str = "gpu"
     gpu_slots: float | int = 0.5
     prefetch: str = AUTO
     sidecar: str | None = None
+    weights: str = MODEL_WEIGHTS
+    fused: bool | None = None
 
     def __post_init__(self) -> None:
         if self.placement not in PLACEMENTS:
@@ -260,11 +268,27 @@ class ExpertsConfig:
             raise _fail("prefetch", self.prefetch, f"one of {list(PREFETCHES)}")
         if self.sidecar is not None and (not isinstance(self.sidecar, str) or not self.sidecar):
             raise _fail("sidecar", self.sidecar, "a path")
+        if self.weights not in EXPERT_WEIGHTS:
+            raise _fail("weights", self.weights, f"one of {list(EXPERT_WEIGHTS)}")
+        if self.fused is not None and not isinstance(self.fused, bool):
+            raise _fail("fused", self.fused, "true or false")
 
     @property
     def moves(self) -> bool:
         """Whether experts are anywhere but with the rest of the model."""
         return self.placement != "gpu"
+
+    @property
+    def loads_in_host_memory(self) -> bool:
+        """Whether a model is first loaded whole into host memory, or into files."""
+        return self.moves or self.weights != MODEL_WEIGHTS
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether our function computes experts."""
+        if self.fused is None:
+            return not self.moves or self.weights != MODEL_WEIGHTS
+        return self.fused
 
     @property
     def wants_sidecar(self) -> bool:

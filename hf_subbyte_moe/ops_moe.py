@@ -97,12 +97,12 @@ def expert_mlp(
         sizes = (2 * layout.intermediate, layout.hidden)
         fits = gate_up.shape[1:] == sizes and down.shape[1:] == (layout.hidden, layout.intermediate)
     if not fits or layout.hidden != width or gate_up.shape[0] != down.shape[0]:
-        raise ValueError(f"weights {list(gate_up.shape)}, {list(down.shape)} do not fit states of {width} and {layout}")
+        raise ValueError(
+            f"weights {list(gate_up.shape)}, {list(down.shape)} do not fit states of {width} and {layout}"
+        )
     if not (gate_up[0].is_contiguous() and down[0].is_contiguous()):
         raise ValueError("an expert's weights must be contiguous")
-    call = ExpertCall(
-        hidden, expert_ids, expert_weights, gate_up, down, layout, activation, slots, shared, residual
-    )
+    call = ExpertCall(hidden, expert_ids, expert_weights, gate_up, down, layout, activation, slots, shared, residual)
     return selected_experts(call, out, workspace, backend)
 
 

@@ -20,7 +20,7 @@ from hf_subbyte_moe.cache import (
 )
 from hf_subbyte_moe.config import SubByteConfig
 from hf_subbyte_moe.decode import graph_steps, run_eagerly
-from hf_subbyte_moe.experts import Loading, bring_back, place, plan
+from hf_subbyte_moe.experts import Loading, bring_back, check_form, own_form, place, plan, set_form
 from hf_subbyte_moe.routing import choose_clusters, release, steer
 
 
@@ -87,7 +87,9 @@ def apply(
         config = getattr(model.config, CONFIG_KEY, None) or {"kv_cache": {}}
     options = config if isinstance(config, SubByteConfig) else SubByteConfig.from_dict(config)
     clusters = None if options.routing is None else choose_clusters(model, options.routing)
-    placed = None if options.experts is None else plan(model, options.experts, loading)
+    if options.experts is not None:
+        check_form(model, options.experts)
+        plan(model, options.experts, loading)
     if options.kv_cache is not None:
         refuse_unsupported(model.config.get_text_config(decoder=True))
         use_packed_attention(model)
@@ -95,16 +97,27 @@ def apply(
         release(model)
     else:
         steer(model, options.routing, clusters)
-    if placed is None:
-        bring_back(model)
-    else:
-        place(model, placed, loading)
+    _set_experts(model, options, loading)
     if options.decode is None:
         run_eagerly(model)
     else:
         graph_steps(model, options.decode)
     setattr(model.config, CONFIG_KEY, options.to_dict())
     return model
+
+
+def _set_experts(model: PreTrainedModel, options: SubByteConfig, loading: Loading | None) -> None:
+    """Experts in the form and in the place that the options ask for; these were checked."""
+    if options.experts is None:
+        bring_back(model)
+        own_form(model)
+        return
+    set_form(model, options.experts, loading)
+    placed = plan(model, options.experts, loading)
+    if placed is None:
+        bring_back(model)
+    else:
+        place(model, placed, loading)
 
 
 def restore(model: PreTrainedModel) -> PreTrainedModel:
@@ -122,6 +135,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
                 model.set_attn_implementation(previous)
     release(model)
     bring_back(model)
+    own_form(model)
     run_eagerly(model)
     for owner, attribute in ((model.config, CONFIG_KEY), (model, STATISTICS_ATTRIBUTE)):
         if attribute in vars(owner):

@@ -209,7 +209,7 @@ def _loading_of(
     if options is None:
         own = getattr(config, CONFIG_KEY, None) if isinstance(config, PreTrainedConfig) else _options_of(name, kwargs)
         options = SubByteConfig.from_dict(own or {})
-    if options.experts is None or not options.experts.moves:
+    if options.experts is None or not options.experts.loads_in_host_memory:
         return None
     if not isinstance(config, PreTrainedConfig):
         config = cls.config_class.from_pretrained(name, **{key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs})

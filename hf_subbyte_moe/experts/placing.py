@@ -133,7 +133,7 @@ def place(model: PreTrainedModel, planned: Plan, loading: Loading | None = None)
         planned: the plan.
         loading: how the model was loaded, where it was loaded for that.
     """
-    target = _target(model) if loading is None or loading.device is None else loading.device
+    target = target_of(model) if loading is None or loading.device is None else loading.device
     before = engine_of(model)
     if before is not None and not _same_bank(before.bank, planned.config):
         bring_back(model, torch.device("cpu"))
@@ -168,7 +168,7 @@ def bring_back(model: PreTrainedModel, device: torch.device | None = None) -> No
     engine = engine_of(model)
     if engine is None:
         return
-    device = device or _device(model)
+    device = device or device_of(model)
     engine.forget()
     if engine.states is not None:
         engine.states.remove()
@@ -178,14 +178,16 @@ def bring_back(model: PreTrainedModel, device: torch.device | None = None) -> No
     del model.__dict__["_apply"]
 
 
-def _device(model: PreTrainedModel) -> torch.device:
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where a model's embeddings are."""
     embeddings: Any = model.get_input_embeddings()
     device: torch.device = embeddings.weight.device
     return device
 
 
-def _target(model: PreTrainedModel) -> torch.device:
-    device = _device(model)
+def target_of(model: PreTrainedModel) -> torch.device:
+    """Where a model's computations are to be: the GPU, if there is one."""
+    device = device_of(model)
     if device.type == "cpu" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device

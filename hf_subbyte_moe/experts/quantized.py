@@ -107,8 +107,12 @@ def layout_of(experts: nn.Module, weights: str) -> ExpertLayout:
         ValueError: its experts cannot be packed.
     """
     down: Any = experts.down_proj
+    return _layout(weights, down.shape[1], down.shape[2], down.dtype)
+
+
+def _layout(weights: str, hidden: int, intermediate: int, dtype: torch.dtype) -> ExpertLayout:
     kind, _, group = weights.partition("-g")
-    return ExpertLayout(ExpertFormat(kind), down.shape[1], down.shape[2], down.dtype, int(group or 32))
+    return ExpertLayout(ExpertFormat(kind), hidden, intermediate, dtype, int(group or 32))
 
 
 def refuse_unpackable(model: PreTrainedModel, weights: str) -> None:
@@ -122,6 +126,9 @@ def refuse_unpackable(model: PreTrainedModel, weights: str) -> None:
         raise ValueError(f"weights={weights!r} is not possible: {type(model).__name__} has no experts of a known form")
     for module in modules:
         if isinstance(module, PackedExperts):
+            known = getattr(module, PACKED).layout
+            if known != _layout(weights, known.hidden, known.intermediate, known.dtype):
+                raise ValueError(f"experts are packed as {known.format.value}: load the model again for {weights!r}")
             continue
         if fused_activation(module) is None:
             raise ValueError(
@@ -131,39 +138,34 @@ def refuse_unpackable(model: PreTrainedModel, weights: str) -> None:
         layout_of(module, weights)
 
 
-def pack_experts(model: PreTrainedModel, weights: str, device: torch.device | None = None) -> None:
+def pack_experts(
+    model: PreTrainedModel, weights: str, through: torch.device | None = None, to: torch.device | None = None
+) -> None:
     """Pack all experts of a model, one layer after the other.
 
     Args:
         model: that :func:`refuse_unpackable` lets through.
         weights: "int4", "int4-g64" or "fp8".
-        device: where the bytes go, and where they are made; None means where each layer is.
-
-    Raises:
-        ValueError: experts are packed in another way already.
+        through: where the bytes are made; None means where each layer is.
+        to: where they go; None likewise.
     """
     for module in experts_modules(model):
         if isinstance(module, PackedExperts):
-            known = getattr(module, PACKED).layout
-            if (known.format.value, known.group) != _named(weights, known.group):
-                raise ValueError(f"experts are packed as {known.format.value}: load the model again for {weights!r}")
             continue
         layout = layout_of(module, weights)
-        packed = _packed_rows(module, layout, device)
-        put_packed(module, layout, *packed)
+        put_packed(module, layout, *_packed_rows(module, layout, through, to))
 
 
-def _named(weights: str, group: int) -> tuple[str, int]:
-    kind, _, given = weights.partition("-g")
-    return kind, int(given or 32) if kind == ExpertFormat.INT4.value else group
-
-
-def _packed_rows(module: nn.Module, layout: ExpertLayout, device: torch.device | None) -> tuple[Tensor, Tensor]:
+def _packed_rows(
+    module: nn.Module, layout: ExpertLayout, through: torch.device | None, to: torch.device | None
+) -> tuple[Tensor, Tensor]:
     plain: list[Tensor] = [getattr(module, name).detach() for name in _NAMES]
     rows: list[Tensor] = []
     for weight in plain:
         some = (
-            layout.pack_matrix(weight[start : start + _EXPERTS_AT_ONCE].to(device or weight.device))
+            layout.pack_matrix(weight[start : start + _EXPERTS_AT_ONCE].to(through or weight.device)).to(
+                to or weight.device
+            )
             for start in range(0, weight.shape[0], _EXPERTS_AT_ONCE)
         )
         rows.append(torch.cat(list(some)))

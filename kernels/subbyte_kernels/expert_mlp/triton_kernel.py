@@ -101,7 +101,9 @@ def _weights(base, row, column, row_mask, WIDTH: tl.constexpr, FORMAT: tl.conste
     """``[rows, columns]`` of a matrix, fp32."""
     inside = row_mask[:, None] & (column < WIDTH)[None, :]
     if FORMAT == 0:
-        return tl.load(base + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        return tl.load(base + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
     codes: tl.constexpr = 512 if FORMAT == 1 else 1024
     groups: tl.constexpr = 128 // GROUP
     blocks: tl.constexpr = (WIDTH + 127) // 128

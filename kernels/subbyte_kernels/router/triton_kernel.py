@@ -214,14 +214,10 @@ def _route(
     hidden: Tensor, matrix: RouterMatrix, spec: RouterSpec, top_k: int, index_dtype: torch.dtype, weighted: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     (tokens, width), experts, device = hidden.shape, matrix.weight.shape[0], hidden.device
-    rounded = torch.empty(
-        tokens, experts, dtype=torch.float32 if spec.float_logits else hidden.dtype, device=device
-    )
+    rounded = torch.empty(tokens, experts, dtype=torch.float32 if spec.float_logits else hidden.dtype, device=device)
     returns = spec.return_float_logits and not spec.float_logits
     returned = torch.empty(tokens, experts, dtype=torch.float32, device=device) if returns else rounded
-    weights = torch.empty(
-        tokens, top_k, dtype=torch.float32 if spec.float_weights else hidden.dtype, device=device
-    )
+    weights = torch.empty(tokens, top_k, dtype=torch.float32 if spec.float_weights else hidden.dtype, device=device)
     index = torch.empty(tokens, top_k, dtype=index_dtype, device=device)
     _logits_kernel[(triton.cdiv(experts, _BLOCK_EXPERTS), tokens)](
         hidden,
