@@ -1,8 +1,8 @@
 """Experts of 1 to 16 tokens: gate_up with activation, then down with the weighted sum, read where they lie.
 
-``reference.py`` defines it, ``layout.py`` says how experts lie in memory (in the model's dtype, int4, fp8),
-``expert_mlp.cu`` with ``cuda_kernel.py`` is the fast kernel, ``triton_kernel.py`` the portable one; ``select.py`` takes
-the first that can do a call.
+``reference.py`` defines it, ``layout.py`` says how experts lie in memory (the model's dtype, int4, fp8),
+``expert_mlp.cu`` with ``cuda_kernel.py`` is the fast kernel, ``triton_kernel.py`` the portable one; ``select.py``
+takes the first that can do a call.
 """
 
 from subbyte_kernels.expert_mlp.cuda_kernel import workspace_bytes

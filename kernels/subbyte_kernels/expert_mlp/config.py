@@ -1,11 +1,8 @@
 """How the launches of the experts are cut: tuned configurations by device and shape."""
 
-import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-
-import torch
 
 from subbyte_kernels.expert_mlp.layout import ExpertFormat, ExpertLayout
 

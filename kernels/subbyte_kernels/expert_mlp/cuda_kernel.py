@@ -1,7 +1,7 @@
 """The experts in CUDA C++ (``expert_mlp.cu``): two launches, compiled by NVRTC for a model's shape.
 
-A kernel is made once for each shape, format, dtype and bucket of tokens (1, 8, 16). A call allocates what is not passed
-in, reads nothing back and can be captured in a CUDA graph. It needs bulk copies: compute capability 9.0.
+A kernel is made once for each shape, format, dtype and bucket of tokens (1, 8, 16). A call allocates what is not
+passed in, reads nothing back and can be captured in a CUDA graph. It needs bulk copies: compute capability 9.0.
 """
 
 import struct
@@ -141,7 +141,7 @@ def expert_mlp_cuda(
     Args:
         call: what is to be computed.
         out: ``[T, H]`` in the tokens' dtype, written; allocated if None.
-        workspace: uint8, at least :func:`workspace_bytes`; calls that follow each other may share it. Allocated if None.
+        workspace: uint8, at least :func:`workspace_bytes`; calls that follow each other may share it. None: allocated.
         configs: how the two launches are cut; tuned if None.
 
     Returns:

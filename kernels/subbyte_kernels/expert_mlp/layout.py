@@ -1,15 +1,15 @@
 """How experts lie in memory: one slab of bytes an expert, in the model's dtype, int4 or fp8.
 
 A slab is ``gate_up`` followed by ``down``, so an expert travels in one copy. In the model's dtype both are plain rows,
-``[2 I, H]`` (gate above up) and ``[H, I]``. Packed, a matrix is a grid of blocks of 8 rows x 128 columns, row of blocks
-after row of blocks; columns are filled up with zeros to a multiple of 128. A block is its codes, then its scales: bf16,
-``[8, 128 / group]``.
+``[2 I, H]`` (gate above up) and ``[H, I]``. Packed, a matrix is a grid of blocks of 8 rows x 128 columns, one row of
+blocks after the other; columns are filled up with zeros to a multiple of 128. A block is its codes, then its scales:
+bf16, ``[8, 128 / group]``.
 
-- ``int4``: 512 bytes of codes and a scale for each 32 or 64 columns; value = (code - 8) * scale. Row r has the bytes
-  64 r to 64 r + 63: 16 little-endian words of 8 codes, of which word 4 t + q holds columns 32 q + 8 t to 32 q + 8 t + 7.
+- ``int4``: 512 bytes of codes and a scale for each 32 or 64 columns; value = (code - 8) * scale. Row r has bytes 64 r
+  to 64 r + 63: 16 little-endian words of 8 codes, of which word 4 t + q holds columns 32 q + 8 t to 32 q + 8 t + 7.
   In a word, bits 4 i to 4 i + 3 hold column 2 i of the eight and bits 16 + 4 i to 19 + 4 i column 2 i + 1 (i = 0..3).
-- ``fp8``: 1,024 bytes of E4M3 codes and one scale a row; value = code * scale. Byte 512 h + 64 r + 16 t + j holds column
-  64 h + 16 t + j of row r, except that the two middle bytes of each aligned word change places.
+- ``fp8``: 1,024 bytes of E4M3 codes and one scale a row; value = code * scale. Byte 512 h + 64 r + 16 t + j holds
+  column 64 h + 16 t + j of row r, except that the two middle bytes of each aligned word change places.
 
 This is the order in which the lanes of a warp want them: lane 4 r + t reads 16 neighbouring bytes.
 """
@@ -153,7 +153,8 @@ class ExpertLayout:
         codes = blocks[..., :cut].contiguous()
         plain = _unpack_int4(codes) if self.format is ExpertFormat.INT4 else _unpack_fp8(codes)
         values = plain.unflatten(-1, (-1, self.scale_columns)) * scales[..., None]
-        return values.flatten(-2).transpose(2, 3).reshape(count, rows, -1)[..., :columns]
+        made: Tensor = values.flatten(-2).transpose(2, 3).reshape(count, rows, -1)[..., :columns]
+        return made
 
     def unpack(self, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
         """``[S, 2 I, H]`` and ``[S, H, I]`` that the parts of slabs stand for; fp32 where they are packed."""
@@ -209,23 +210,27 @@ def _pack_int4(codes: Tensor) -> Tensor:
     words = codes.unflatten(-1, (4, 4, 8)).transpose(-3, -2)  # [..., 8, t, q, 8]
     halves = words.unflatten(-1, (4, 2)).transpose(-2, -1)  # [..., 2, i]: even columns, odd columns
     pairs = halves.unflatten(-1, (2, 2))  # a byte holds two codes, the first in its low bits
-    return (pairs[..., 0] | pairs[..., 1] << 4).flatten(-5)
+    made: Tensor = (pairs[..., 0] | pairs[..., 1] << 4).flatten(-5)
+    return made
 
 
 def _unpack_int4(packed: Tensor) -> Tensor:
     """``[..., 512]`` bytes -> ``[..., 8, 128]`` values from -8 to 7, fp32."""
     pairs = torch.stack([packed & 15, packed >> 4], dim=-1)
     words = pairs.flatten(-2).unflatten(-1, (8, 4, 4, 2, 4)).transpose(-2, -1)  # [..., 8, t, q, i, 2]
-    return words.flatten(-2).transpose(-3, -2).flatten(-3).float() - 8
+    made: Tensor = words.flatten(-2).transpose(-3, -2).flatten(-3).float() - 8
+    return made
 
 
 def _middle_bytes_changed(codes: Tensor) -> Tensor:
-    return codes.unflatten(-1, (-1, 4))[..., [0, 2, 1, 3]].flatten(-2)
+    made: Tensor = codes.unflatten(-1, (-1, 4))[..., [0, 2, 1, 3]].flatten(-2)
+    return made
 
 
 def _pack_fp8(codes: Tensor) -> Tensor:
     """``[..., 8, 128]`` codes -> ``[..., 1024]`` bytes."""
-    return _middle_bytes_changed(codes).unflatten(-1, (2, 64)).transpose(-3, -2).flatten(-3)
+    made: Tensor = _middle_bytes_changed(codes).unflatten(-1, (2, 64)).transpose(-3, -2).flatten(-3)
+    return made
 
 
 def _unpack_fp8(packed: Tensor) -> Tensor:

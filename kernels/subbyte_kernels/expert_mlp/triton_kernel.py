@@ -1,8 +1,10 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: E741, N803, SIM108
 """The experts in Triton: gate_up and down, as the CUDA kernel, wherever Triton runs; in its interpreter too.
 
-One program of gate_up owns BLOCK_ROWS rows of gate and of up of one distinct expert, one of down BLOCK_ROWS rows of the
-output over all experts. With one token products are elementwise; with several a program of a third kernel first lists
-the distinct experts and every token's weight in each, and products are dots with the tokens as 16 columns.
+One program of gate_up owns BLOCK_ROWS rows of gate and of up of one distinct expert, one of down BLOCK_ROWS rows of
+the output over all experts. With one token products are elementwise; with several a program of a third kernel first
+lists the distinct experts and every token's weight in each, and products are dots with 16 columns, the tokens.
 
 Layout of packed weights: ``layout.py``. Sums are fp32, activations stay fp32 between the two launches (rounded to the
 tokens' dtype where they enter a dot).
@@ -176,7 +178,7 @@ def _gate_up_kernel(
     else:
         slot = tl.load(listed + entry)
     if slot >= 0:
-        base = weights + slot.to(tl.int64) * stride if not SHARED else weights
+        base = weights + slot.to(tl.int64) * stride if not SHARED else weights  # type: ignore[attr-defined]
         token = tl.arange(0, 16)
         if ONE:
             gate = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
@@ -251,7 +253,7 @@ def _down_kernel(
         else:
             slot = tl.load(listed + entry)
         if slot >= 0:
-            base = weights + slot.to(tl.int64) * stride if not SHARED else weights
+            base = weights + slot.to(tl.int64) * stride if not SHARED else weights  # type: ignore[attr-defined]
             for start in range(0, I, BLOCK_COLUMNS):
                 column = start + tl.arange(0, BLOCK_COLUMNS)
                 w = _weights(base, row, column, row_mask, I, FORMAT, GROUP)

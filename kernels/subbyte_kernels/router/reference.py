@@ -1,7 +1,7 @@
 """A router in plain PyTorch: hidden states -> logits, weights and experts of every token.
 
-A :class:`RouterSpec` says what a family's router does between its logits and its weights; :func:`router_reference` does
-that with the same PyTorch calls as the families do, so it chooses as they do, ties included, on the same device.
+A :class:`RouterSpec` says what a family's router does between its logits and its weights; :func:`router_reference`
+does that with the same PyTorch calls as the families do, so on the same device it chooses as they do, ties included.
 """
 
 from dataclasses import dataclass
@@ -147,10 +147,9 @@ def _route(hidden: Tensor, matrix: RouterMatrix, spec: RouterSpec, top_k: int) -
 
 def _keep_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
     grouped = choice.unflatten(-1, (spec.groups, -1))
-    if spec.group_score == "best":
-        scores = grouped.max(dim=-1).values
-    else:
-        scores = grouped.topk(2, dim=-1)[0].sum(dim=-1)
+    best = spec.group_score == "best"
+    scores = grouped.max(dim=-1).values if best else grouped.topk(2, dim=-1)[0].sum(dim=-1)
     kept = torch.topk(scores, k=spec.groups_kept, dim=-1, sorted=False).indices
     mask = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, kept, False)
-    return grouped.masked_fill(mask[..., None], spec.masked).flatten(-2)
+    made: Tensor = grouped.masked_fill(mask[..., None], spec.masked).flatten(-2)
+    return made

@@ -1,4 +1,7 @@
-"""Which implementation routes: the CUDA kernel, the Triton kernels, or the PyTorch reference; as for decode attention."""
+"""Which implementation routes: the CUDA kernel, the Triton kernels, or the PyTorch reference.
+
+As for decode attention: ``auto`` takes the first that can do a call, on CUDA devices; elsewhere the reference.
+"""
 
 import logging
 from functools import lru_cache

@@ -1,8 +1,9 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: N803
 """The router in Triton: a launch for the logits and one for the choice, wherever Triton runs; in its interpreter too.
 
-A program of the first owns BLOCK_EXPERTS experts and all tokens; one of the second chooses for one token of one router.
-What the model rounds is rounded in
-the same place. Equal scores: the smallest expert first, as ``torch.topk`` chooses on a GPU.
+A program of the first owns BLOCK_EXPERTS experts and one token; one of the second chooses for one token. What the
+model rounds is rounded in the same place. Equal scores: the smallest expert first, as ``torch.topk`` chooses on a GPU.
 """
 
 from __future__ import annotations
