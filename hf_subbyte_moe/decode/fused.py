@@ -8,6 +8,7 @@ other feed-forward layers are called as modules.
 Gives up: sums are taken in another order than in the model's own kernels, so logits differ in their last bits.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,26 +20,17 @@ from transformers.utils.generic import ModelOutput
 
 from hf_subbyte_moe.cache import ATTENTION_NAME, CacheSteps, EntropySubbyteCache, EntropySubbyteLayer
 from hf_subbyte_moe.compat import CACHE_KW
-from hf_subbyte_moe.ops import (
-    MAX_EXPERT_TOKENS,
-    ExpertCall,
-    ExpertFormat,
-    ExpertLayout,
-    HeadNorms,
-    RouterMatrix,
-    RouterSpec,
-    add_norm,
-    expert_mlp,
-    rotary,
-    router,
-    small_linear,
-)
+from hf_subbyte_moe.experts.fused import fused_activation
+from hf_subbyte_moe.experts.quantized import PACKED, Packing
+from hf_subbyte_moe.ops import HeadNorms, add_norm, rotary, small_linear
+from hf_subbyte_moe.ops_moe import MAX_EXPERT_TOKENS, ExpertLayout, expert_mlp, router
 from hf_subbyte_moe.routing import SteeredRouter
+from hf_subbyte_moe.routing.fused import FusedRouter, fused_router, router_matrix
 
 
 _FAMILIES = ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe")
-_ROUTERS = ("MixtralTopKRouter", "Qwen3MoeTopKRouter")
-_EXPERTS = ("MixtralExperts", "Qwen3MoeExperts")
+_BLOCKS = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
+_found: weakref.WeakKeyDictionary[nn.Module, FusedRouter | None] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -46,27 +38,29 @@ class _Experts:
     """A feed-forward layer of experts, read by kernels.
 
     Attributes:
-        router: the matrix, or the module where that is not all.
-        spec: what the router does.
+        gate: the router.
+        fused: what stands for it; None where it was steered or is not known.
         experts: the module.
-        layout: of its weights.
+        layout: of its weights, where they are packed.
+        activation: of its hidden units.
     """
 
-    router: RouterMatrix | nn.Module
-    spec: RouterSpec
+    gate: nn.Module
+    fused: FusedRouter | None
     experts: Any
-    layout: ExpertLayout
+    layout: ExpertLayout | None
+    activation: str
 
     def __call__(self, states: Tensor, stream: Tensor) -> Tensor:
         """What experts make of normalized states ``[T, H]``, added to the residual stream."""
-        if isinstance(self.router, RouterMatrix):
-            routed = router(states, self.router, self.spec)
-            weights, index = routed.weights, routed.index
+        if self.fused is None:
+            _, weights, index = self.gate(states)
         else:
-            _, weights, index = self.router(states)
-        weight = self.experts
+            routed = router(states, router_matrix(self.gate), self.fused.spec)
+            weights, index = routed.weights, routed.index
+        gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
         return expert_mlp(
-            ExpertCall(states, index, weights, weight.gate_up_proj, weight.down_proj, self.layout, residual=stream)
+            states, index, weights, gate_up, down, layout=self.layout, activation=self.activation, residual=stream
         )
 
 
@@ -185,18 +179,20 @@ def _norms(layer: Any) -> list[nn.Module]:
 
 def _feed_forward(module: Any) -> Any:
     """Experts for kernels, or the module itself."""
-    gate: Any = getattr(module, "gate", None)
-    experts: Any = getattr(module, "experts", None)
-    changed = any("forward" in vars(part) for part in (module, gate, experts) if part is not None)
-    if type(experts).__name__ not in _EXPERTS or changed:
+    if type(module).__name__ not in _BLOCKS or "forward" in vars(module):
         return module
-    weight = experts.gate_up_proj
-    plain = type(weight) is nn.Parameter and weight.is_floating_point() and weight.dim() == 3 and weight.numel() > 0
-    if not plain or not isinstance(experts.act_fn, nn.SiLU):
+    gate, experts = module.gate, module.experts
+    packing: Packing | None = getattr(experts, PACKED, None)
+    activation = fused_activation(experts) if packing is None else packing.activation
+    plain = packing is not None or (type(experts.gate_up_proj) is nn.Parameter and experts.gate_up_proj.numel() > 0)
+    if activation is None or not plain or any("forward" in vars(part) for part in (gate, experts)):
         return module
-    native = type(gate).__name__ in _ROUTERS and not isinstance(gate, SteeredRouter)
-    mixtral = type(gate).__name__ == "MixtralTopKRouter"
-    norm = "sum" if mixtral or getattr(gate, "norm_topk_prob", True) else "none"
-    spec = RouterSpec(top_k=getattr(gate, "top_k", 1), norm=norm, float_weights=mixtral)
-    layout = ExpertLayout(ExpertFormat.MODEL, weight.shape[2], weight.shape[1] // 2, weight.dtype)
-    return _Experts(RouterMatrix(gate.weight) if native else gate, spec, experts, layout)
+    fused = None if isinstance(gate, SteeredRouter) else _stand_in(gate)
+    return _Experts(gate, fused, experts, None if packing is None else packing.layout, activation)
+
+
+def _stand_in(gate: Any) -> FusedRouter | None:
+    """What stands for a router, looked up once."""
+    if gate not in _found:
+        _found[gate] = fused_router(gate, gate.weight.dtype)
+    return _found[gate]
