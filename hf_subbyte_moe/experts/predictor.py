@@ -139,14 +139,15 @@ class StaleGate:
     def enqueue(self, layer: int, hidden: Tensor) -> Tensor | None:
         """Ask the next layer's router; of a layer that was not checked yet, ask that layer's own as well."""
         state = self.states.latest[layer]
-        if state is None or not self.usable or layer + 1 >= len(self.places):
+        if state is None or not self.usable or layer + 1 >= len(self.places) or _is_away(self.places[layer + 1]):
             return None
         return self.ask(layer + 1, state)
 
     def check(self, layer: int, chosen: Tensor) -> None:
         """Once for every layer: what the gate says of the layer's true state must be what the layer chose."""
         state = self.states.latest[layer]
-        if self._checked[layer] or state is None or not self.usable or follows_tokens(self.places[layer].module):
+        place = self.places[layer]
+        if self._checked[layer] or state is None or not self.usable or follows_tokens(place.module) or _is_away(place):
             return
         self._checked[layer] = True
         if not torch.equal(self.ask(layer, state).sort(-1).values, chosen.to(torch.int64).sort(-1).values):
@@ -199,6 +200,11 @@ class TrainedHead:
 
     def saw(self, layer: int, chosen: list[int]) -> None:
         """Nothing to remember."""
+
+
+def _is_away(place: RouterPlace) -> bool:
+    """Whether a router's weights are brought by somebody else, for its own forward only."""
+    return any(weight is not None and weight.is_meta for weight in place.module._parameters.values())
 
 
 def _norm_before(model: PreTrainedModel, place: RouterPlace) -> nn.Module:

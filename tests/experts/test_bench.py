@@ -1,0 +1,103 @@
+"""``bench experts`` on a toy: every system follows the trace, and rows are written as they come."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_subbyte_moe import cli
+from hf_subbyte_moe.cli import bench_experts
+from hf_subbyte_moe.cli.shapes import random_model
+from hf_subbyte_moe.experts.replay import Playback, Statistics, draw_trace, played
+from support.experts import always, offloaded
+
+
+STATISTICS = Statistics((0.4, 0.3, 0.2, 0.1), 0.4, {"gate": 0.7, "head": 0.9}, "a test")
+
+
+def run(*arguments: str, ok: bool = True) -> str:
+    result = CliRunner().invoke(cli.app, ["bench", "experts", "--model", "toy", *arguments], env={"COLUMNS": "150"})
+    assert (result.exit_code == 0) == ok, result.output
+    return result.output if ok else str(result.exception)
+
+
+def test_rows(tmp_path: Path) -> None:
+    report = tmp_path / "experts.json"
+    cell = ["--layers", "2", "--resident", "0.5", "--trace", "reference", "--warm-up", "2", "--json", str(report)]
+    shown = run(*cell, "--steps", "3")
+    found = json.loads(report.read_text())
+    assert [row["system"] for row in found["rows"]] == list(bench_experts.SYSTEMS)
+    for row in found["rows"]:
+        keys = {
+            "model",
+            "resident",
+            "system",
+            "trace",
+            "ms",
+            "hit_rate",
+            "bytes",
+            "share_of_bound",
+            "device",
+            "commit",
+        }
+        assert keys <= set(row)
+        assert row["ms"] > 0
+        assert 0 <= row["hit_rate"] <= 1
+    assert found["conditions"]["statistics"] == "subbyte-moe-31m"
+    assert "of the bound" in shown
+    accelerate = found["rows"][-1]
+    assert accelerate["bytes"] == 8 * 3 * 64 * 96 * 2  # one of two layers, whole
+    run(*cell, "--steps", "2", "--system", "none")
+    again = json.loads(report.read_text())["rows"]
+    assert len(again) == len(found["rows"])  # the cell's row was replaced
+    assert again[-1]["system"] == "none"
+
+
+def test_wrong_options() -> None:
+    assert "--trace 'best' is not possible" in run("--trace", "best", ok=False)
+    assert "--system 'magic' is not possible" in run("--system", "magic", ok=False)
+    assert "--layers is given 2 times for 1 shapes" in run("--layers", "2", "--layers", "3", ok=False)
+
+
+@pytest.mark.parametrize("system", ["gate", "head", "oracle"])
+def test_predictors_say_what_the_trace_says(system: str) -> None:
+    torch.manual_seed(0)
+    model = random_model("toy", 4, torch.device("cpu"))
+    model.set_experts_implementation("batched_mm")
+    trace = draw_trace(STATISTICS, "t", 20, 4, 8, 2)
+    engine = offloaded(model, 8, prefetch="off")
+    bench_experts.use_system(model, engine, system)
+    make = engine.use_predictors
+
+    def forced(predictors: Any) -> None:
+        make(predictors)
+        always(engine, system)
+
+    engine.use_predictors = forced  # type: ignore[method-assign]
+    timed = bench_experts.time_steps(model, trace, 4, 16, engine)
+    counters = engine.counters
+    named = counters.total("right") / counters.total("foretold")
+    if system == "oracle":
+        assert named == 1.0
+        assert [layer.hit_rate for layer in counters.by_layer()[1:]] == [1.0] * 3  # the first is not foretold
+        assert timed.hit_rate > 0.75
+    else:
+        told, truth = trace.foretold[system][4:, 1:], trace.chosen[4:, 1:]
+        expected = (told[..., :, None] == truth[..., None, :]).any(-1).float().mean()
+        assert named == pytest.approx(float(expected), abs=0.03)
+
+
+def test_routers_are_overruled_only_as_long_as_it_lasts() -> None:
+    model: Any = random_model("toy", 2, torch.device("cpu"))
+    trace = draw_trace(STATISTICS, "t", 5, 2, 8, 2)
+    seen = []
+    hook = model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
+    with torch.no_grad(), played(model, Playback(trace, model.device)):
+        for _ in range(3):
+            model(torch.ones(1, 1, dtype=torch.int64))
+    assert torch.equal(torch.cat(seen), trace.chosen[:3, 1])
+    hook.remove()
+    assert not any(module._forward_hooks for module in model.modules())
