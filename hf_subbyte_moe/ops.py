@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from subbyte_kernels.add_norm import add_norm
-from subbyte_kernels.attention_statistics import TokenStatistics, attention_statistics_reference
+from subbyte_kernels.attention_statistics import ProbeResult, TokenStatistics
+from subbyte_kernels.attention_statistics import attention_statistics as selected_statistics
+from subbyte_kernels.attention_statistics import probe_attention as selected_probe
 from subbyte_kernels.decode_attention import BACKENDS, MAX_TOKENS, AttentionResult, AttentionTiles, ExactTokens
 from subbyte_kernels.decode_attention import decode_attention as selected_attention
 from subbyte_kernels.decode_attention.steady import Scratch, SteadyAttention, tiles_ahead
@@ -24,8 +26,9 @@ from subbyte_kernels.formats import (
     page_tiers,
 )
 from subbyte_kernels.lanes import Order, pack_tile_codes, transpose_scales
+from subbyte_kernels.pack_tiles import MetricTerms, metric_terms, shape_obstacle, shape_tiles_cuda
 from subbyte_kernels.pack_tiles import pack_tiles as selected_packing
-from subbyte_kernels.pack_tiles import unpack_tiles_reference
+from subbyte_kernels.pack_tiles import unpack_tiles as selected_unpacking
 from subbyte_kernels.pack_tiles.reference import nearest_entries, normalize_tokens, split_outliers
 from subbyte_kernels.rotary import HeadNorms, TokenPlace, rotary
 from subbyte_kernels.router import RouterMatrix, RouterSpec, router
@@ -46,8 +49,10 @@ __all__ = [
     "ExpertFormat",
     "ExpertLayout",
     "HeadNorms",
+    "MetricTerms",
     "Order",
     "PackedTiles",
+    "ProbeResult",
     "RouterMatrix",
     "RouterSpec",
     "Scratch",
@@ -60,14 +65,18 @@ __all__ = [
     "decode_attention",
     "expert_mlp",
     "make_page",
+    "metric_terms",
     "nearest_entries",
     "normalize_tokens",
     "pack_codes",
     "pack_tiles",
     "page_slots",
     "page_tiers",
+    "probe_attention",
     "rotary",
     "router",
+    "shape_obstacle",
+    "shape_tiles_cuda",
     "small_linear",
     "split_outliers",
     "tiles_ahead",
@@ -151,6 +160,7 @@ def unpack_tiles(
     mean: Tensor | None,
     dtype: torch.dtype,
     order: Order,
+    signs: Tensor | None = None,
 ) -> Tensor:
     """Records -> the keys or values that they stand for.
 
@@ -163,6 +173,7 @@ def unpack_tiles(
         mean: ``[M, D]`` fp32 that was removed, or None.
         dtype: the model's dtype.
         order: which lanes own the codes.
+        signs: ``[D]`` fp32, as in :func:`pack_tiles`.
 
     Returns:
         ``[M, 128, D]`` in ``dtype``.
@@ -172,9 +183,8 @@ def unpack_tiles(
     """
     words = fmt.record_words(rotation.shape[-1], dtype.itemsize)
     _check(records.shape[-1] == words, f"tier {fmt.name!r} has records of {words} words, not {records.shape[-1]}")
-    return unpack_tiles_reference(
-        records, fmt, None if table is None else table.float(), table_rows, rotation, mean, dtype, order
-    )
+    table = None if table is None else table.float()
+    return selected_unpacking(records, fmt, table, table_rows, rotation, mean, dtype, order, signs)
 
 
 def decode_attention(
@@ -227,6 +237,40 @@ def decode_attention(
     return selected_attention(query, exact, tiles, scaling, softcap, sink_logits, backend)
 
 
+def probe_attention(
+    query: Tensor,
+    exact: ExactTokens,
+    scaling: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> ProbeResult:
+    """Attention of sampled queries of one row over its exact tokens, with the entropy of each.
+
+    Args:
+        query: ``[HQ, S, D]``.
+        exact: tokens of one row, with the mask of these queries.
+        scaling: factor of the scores.
+        softcap: ``softcap * tanh(score / softcap)`` before the mask, or None.
+        sink_logits: ``[HQ]`` logit of a sink in each head's softmax, or None.
+
+    Returns:
+        Output ``[HQ, S, Dv]`` fp32, log-sum-exp and entropy (bits) ``[HQ, S]``.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    keys, values, visible = exact.keys[0], exact.values[0], exact.visible[0]
+    _check(
+        query.shape[0] % keys.shape[0] == 0 and query.shape[-1] == keys.shape[-1],
+        f"queries {list(query.shape)} do not fit keys {list(keys.shape)}",
+    )
+    _check(
+        visible.shape == (query.shape[1], keys.shape[1]),
+        f"mask {list(visible.shape)} does not fit {query.shape[1]} queries and {keys.shape[1]} tokens",
+    )
+    return selected_probe(query, keys, values, visible, scaling, softcap, sink_logits)
+
+
 def attention_statistics(
     query: Tensor,
     query_index: Tensor,
@@ -258,4 +302,4 @@ def attention_statistics(
         f"queries {list(query.shape)} do not fit keys {list(keys.shape)}",
     )
     _check(lse.shape == query.shape[:2], f"log-sum-exp {list(lse.shape)} does not fit queries {list(query.shape)}")
-    return attention_statistics_reference(query, query_index, lse, keys, first_index, scaling, softcap)
+    return selected_statistics(query, query_index, lse, keys, first_index, scaling, softcap)

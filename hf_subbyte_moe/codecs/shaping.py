@@ -6,17 +6,30 @@ and each makes up for the errors of those before it, as far as M lets it (the ex
 that were continuous); then every group is coded once more with all others fixed. The scale keeps the token's length in
 the metric M, not in the plain one. Bytes and decoding are those of any tile.
 
+On a GPU a kernel does the same (``subbyte_kernels/pack_tiles/shape_tiles.cu``).
+
 Gives up: packing takes about three times as long; values gain nothing (their errors average out over tokens instead).
 
 Source: the feedback, GPTQ (arXiv 2210.17323) and LDLQ in QuIP (arXiv 2307.13304); keys by the queries' moments, HeadQ
 (arXiv 2605.03562).
 """
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from hf_subbyte_moe.codecs.base import Codec, Table
-from hf_subbyte_moe.ops import Encoding, Order, normalize_tokens, pack_codes
+from hf_subbyte_moe.ops import (
+    Encoding,
+    MetricTerms,
+    Order,
+    metric_terms,
+    normalize_tokens,
+    pack_codes,
+    shape_obstacle,
+    shape_tiles_cuda,
+)
 
 
 _DAMPING = 0.2  # of the metric's mean eigenvalue: a direction that no sampled query took is not free
@@ -46,18 +59,30 @@ def normalized(metric: Tensor) -> Tensor:
 
 
 class Shaping:
-    """A metric for each head, ready for choosing codes.
-
-    Attributes:
-        metric: ``[H, D, D]`` fp32, symmetric, positive definite.
-    """
+    """A metric for each head, ready for choosing codes."""
 
     def __init__(self, moment: Tensor) -> None:
         """Damp and factor ``[H, D, D]`` second moments in the space of the codes (rotated)."""
-        identity = torch.eye(moment.shape[-1], device=moment.device)
-        self.metric = normalized(moment.float()) + _DAMPING * identity
-        # metric = factor' factor with a lower triangular factor, so that a channel's row names those before it alone
-        self._factor = torch.linalg.cholesky(self.metric.flip(-1, -2)).flip(-1, -2).transpose(-1, -2)
+        self._moment = moment
+        self._terms: dict[str, MetricTerms] = {}
+
+    @cached_property
+    def metric(self) -> Tensor:
+        """``[H, D, D]`` fp32, symmetric, positive definite."""
+        identity = torch.eye(self._moment.shape[-1], device=self._moment.device)
+        return normalized(self._moment.float()) + _DAMPING * identity
+
+    @cached_property
+    def _factor(self) -> Tensor:
+        """Lower triangular, ``metric = factor' factor``: a channel's row names those before it alone."""
+        factor: Tensor = torch.linalg.cholesky(self.metric.flip(-1, -2)).flip(-1, -2).transpose(-1, -2)
+        return factor
+
+    def terms(self, codec: Codec, table: Tensor) -> MetricTerms:
+        """What the kernel wants to know of the metric for a tier; the table of a tier is always the same here."""
+        if codec.name not in self._terms:
+            self._terms[codec.name] = metric_terms(self.metric, self._factor, table)
+        return self._terms[codec.name]
 
     def encode(self, unit: Tensor, heads: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         """Choose codes.
@@ -121,6 +146,7 @@ def pack_shaped(
     mean: Tensor | None,
     order: Order,
     shaping: Shaping,
+    signs: Tensor | None = None,
 ) -> Tensor:
     """Quantize whole tiles under a metric and pack their codes.
 
@@ -133,10 +159,14 @@ def pack_shaped(
         mean: ``[M, D]`` fp32 to remove first, or None.
         order: which lanes own the codes.
         shaping: the heads' metrics in the rotated space.
+        signs: ``[D]`` fp32 of a rotation that is Hadamard blocks behind signs, which a kernel can do; or None.
 
     Returns:
         ``[M, record_words]`` int32 as :func:`hf_subbyte_moe.ops.pack_tiles` lays them out.
     """
+    if signs is not None and shape_obstacle(tiles, codec.format, signs) is None:
+        terms = shaping.terms(codec, table)
+        return shape_tiles_cuda(tiles, heads, codec.format, table, mean, order, signs, terms)
     values = tiles.float()
     if codec.format.centred and mean is not None:
         values = values - mean.unsqueeze(-2)

@@ -32,6 +32,7 @@ from hf_subbyte_moe.ops import (
     attention_statistics,
     decode_attention,
     pack_tiles,
+    probe_attention,
     unpack_tiles,
 )
 from hf_subbyte_moe.policy.allocation import Floats
@@ -96,7 +97,8 @@ class SideCodec:
         mean = None if self.mean is None else self.mean[heads]
         if self.shaping is not None and shapes(codec):
             return pack_shaped(
-                tiles, heads, codec, self.tables[codec.tier_id], self.rotation, mean, self.order, self.shaping
+                *(tiles, heads, codec, self.tables[codec.tier_id], self.rotation, mean, self.order),
+                *(self.shaping, self.signs),
             )
         return pack_tiles(tiles, codec.format, table, self.rotation, mean, self.order, self.signs)
 
@@ -109,7 +111,7 @@ class SideCodec:
             else:
                 table = table.unsqueeze(0)
         mean = None if self.mean is None else self.mean[heads]
-        return unpack_tiles(records, codec.format, table, rows, self.rotation, mean, dtype, self.order)
+        return unpack_tiles(records, codec.format, table, rows, self.rotation, mean, dtype, self.order, self.signs)
 
     def round_trip(self, states: Tensor, codec: Codec) -> Tensor:
         """``[H, N, D]`` states (N a multiple of 128) as they come back from a tier, fp32."""
@@ -182,34 +184,45 @@ class RowProbe:
             latent: the sides are a latent, which is value and part of the key, and the rest of the key.
             ranks: who holds the layer's other heads; None where these are all.
         """
-        result: AttentionResult = decode_attention(query.unsqueeze(0), exact, tiles, *form, backend="torch")
-        assert result.entropy is not None
-        self.query, self.query_index, self._form, self._latent = query.float(), query_index, form, latent
-        self.output, self.lse = result.output[0], result.lse[0]
-        self.entropy = result.entropy[0]
+        if tiles is None:
+            attended = probe_attention(query, exact, *form)
+            self.output, self.lse, self.entropy = attended.output, attended.lse, attended.entropy
+        else:
+            result: AttentionResult = decode_attention(query.unsqueeze(0), exact, tiles, *form, backend="torch")
+            assert result.entropy is not None
+            self.output, self.lse, self.entropy = result.output[0], result.lse[0], result.entropy[0]
+        self.query, self.query_index, self._form, self._latent = query, query_index, form, latent
         self._heads, self._ranks = exact.keys.shape[1], ranks
-        query_heads, _, dim = self.output.shape
-        if weight is None:
-            self._weight = None
-        else:  # [HQ, Dv, hidden]
-            self._weight = weight.float().t().reshape(query_heads, dim, -1)
-        self._energy = self._total_energy()
+        self._weight = None
+        if weight is not None:  # [H, G * Dv, hidden]
+            # bf16 is enough for the length of a difference, and read as it lies; elsewhere it would be slower
+            precise = weight if weight.is_cuda and weight.dtype is torch.bfloat16 else weight.float()
+            self._weight = precise.t().unflatten(0, (self._heads, -1))
+        self._energy = self._total_energy().clamp(min=torch.finfo(torch.float32).tiny)
 
-    def _total_energy(self) -> float:
+    def _projected(self, output: Tensor) -> Tensor:
+        """``[..., H, S, hidden]``: what ``[..., HQ, S, Dv]`` outputs of the query heads of each KV head add up to."""
+        assert self._weight is not None
+        grouped = output.unflatten(-3, (self._heads, -1)).transpose(-3, -2).flatten(-2)  # [..., H, S, G * Dv]
+        projected: Tensor = (grouped.to(self._weight.dtype) @ self._weight).float()
+        return projected
+
+    def _total_energy(self) -> Tensor:
         """Mean squared length of the layer's attention output."""
         if self._weight is None:
             squared = self.output.square().sum((0, 2))
-            return float((squared if self._ranks is None else self._ranks.sum(squared)).mean())
-        output = torch.einsum("hsd,hdo->so", self.output, self._weight)
-        return float((output if self._ranks is None else self._ranks.sum(output)).square().sum(-1).mean())
+            return (squared if self._ranks is None else self._ranks.sum(squared)).mean()
+        output = self._projected(self.output).sum(0)
+        return (output if self._ranks is None else self._ranks.sum(output)).square().sum(-1).mean()
 
     def _error(self, difference: Tensor) -> Tensor:
-        """``[H]`` mean squared length of ``[HQ, S, Dv]`` output differences, relative to the layer's output."""
+        """``[..., H]`` mean squared length of ``[..., HQ, S, Dv]`` differences, relative to the layer's output."""
         if self._weight is not None:
             # the projection adds up the query heads that share a KV head, errors and all
-            difference = (difference @ self._weight).unflatten(0, (self._heads, -1)).sum(1)
-        squared = difference.square().sum(-1).mean(-1)  # [H], or [HQ] without a projection
-        return squared.view(self._heads, -1).sum(-1) / max(self._energy, torch.finfo(torch.float32).tiny)
+            difference = self._projected(difference)
+        squared = difference.square().sum(-1).mean(-1)  # [..., H], or [..., HQ] without a projection
+        error: Tensor = squared.unflatten(-1, (self._heads, -1)).sum(-1) / self._energy
+        return error
 
     def measure(
         self,
@@ -240,7 +253,8 @@ class RowProbe:
         entropy = self._chunk_entropy(keys, first_index) if needs.residual else self._seen_entropy(keys, first_index)
         if not needs.errors:
             known = prior_errors(candidates, self._heads) if needs.known is None else needs.known
-            return Measured(first_tile, tiles, _floats(entropy), _floats(stats.mass), known, candidates)
+            seen, mass = _floats(entropy, stats.mass)
+            return Measured(first_tile, tiles, seen, mass, known, candidates)
         probed = self._probe_tokens(stats.weight)
         total = stats.weight.sum(-1)
         covered = stats.weight.gather(1, probed).sum(-1)
@@ -248,17 +262,18 @@ class RowProbe:
         share = torch.where(covered > 0, total / covered.clamp(min=torch.finfo(torch.float32).tiny), 0)
         errors = self._tier_errors(states, probed, first_index, sides, candidates)
         errors = errors * share[:, None, None]
-        return Measured(first_tile, tiles, _floats(entropy), _floats(stats.mass), _floats(errors), candidates)
+        seen, mass, measured = _floats(entropy, stats.mass, errors)
+        return Measured(first_tile, tiles, seen, mass, measured, candidates)
 
     def _seen_entropy(self, keys: Tensor, first_index: int) -> Tensor:
         """``[H]`` entropy of the chunk's own queries, or of all if it has none, over everything that they see."""
         inside = (self.query_index >= first_index) & (self.query_index < first_index + keys.shape[1])
-        chosen = inside if bool(inside.any()) else torch.ones_like(inside)
-        return self.entropy[:, chosen].mean(-1).view(self._heads, -1).mean(-1)
+        chosen = (inside | ~inside.any()).float()  # without asking the device
+        return ((self.entropy * chosen).sum(-1) / chosen.sum()).view(self._heads, -1).mean(-1)
 
     def _chunk_entropy(self, keys: Tensor, first_index: int) -> Tensor:
         """``[H]`` entropy of the sampled queries over the chunk alone, as if they saw nothing else."""
-        query = self.query.reshape(self._heads, -1, self.query.shape[-1]) * self._form.scaling  # [H, G * S, D]
+        query = self._group_queries()
         index = self.query_index.repeat(query.shape[1] // len(self.query_index))
         normaliser = query.new_full(query.shape[:2], -torch.inf)  # [H, G * S]
         weighted = torch.zeros_like(normaliser)  # sum of exp(score - normaliser) * score
@@ -295,8 +310,7 @@ class RowProbe:
         """``[H, 2, C]`` errors with only the probed tokens of one side quantized."""
         heads, count = probed.shape
         taken = [_take(side, probed) for side in states]
-        query = self.query.reshape(heads, -1, self.query.shape[-1]) * self._form.scaling  # [H, G * S, D]
-        lse = self.lse.reshape(heads, -1, 1)
+        query, lse = self._group_queries(), self.lse.reshape(heads, -1, 1)
         output = self.output.reshape(heads, -1, self.output.shape[-1])
         seen = (probed + first_index).unsqueeze(1) <= self.query_index.unsqueeze(-1)  # [H, S, J]
         unseen = ~seen.repeat(1, query.shape[1] // seen.shape[1], 1)
@@ -305,25 +319,33 @@ class RowProbe:
             logits = self._form.cap(query @ key.transpose(-1, -2)) - lse
             return torch.exp(logits.clamp(max=_MAX_LOGIT)).masked_fill(unseen, 0)
 
-        key, value = attention_states(taken[KEYS], taken[VALUES], self._latent)
+        exact = [part.float() for part in taken]
+        key, value = attention_states(exact[KEYS], exact[VALUES], self._latent)
         weights = weights_of(key)
         rest = output - weights @ value  # what the tokens that stay exact contribute
         rest_mass = 1 - weights.sum(-1, keepdim=True)
         errors = torch.empty(heads, 2, len(candidates), device=key.device)
-        for number, codec in enumerate(candidates):
-            for side in (KEYS, VALUES):
-                changed = list(taken)
-                changed[side] = _round_trip(sides[side], taken[side], side_codec(codec, side, self._latent))[:, :count]
-                new_key, new_value = attention_states(changed[KEYS], changed[VALUES], self._latent)
-                new_weights = weights if side == VALUES and not self._latent else weights_of(new_key)
-                mass = (rest_mass + new_weights.sum(-1, keepdim=True)).clamp(min=torch.finfo(torch.float32).eps)
-                difference = (rest + new_weights @ new_value) / mass - output
-                errors[:, side, number] = self._error(difference.view_as(self.output))
+        for side in (KEYS, VALUES):
+            restored = [
+                _round_trip(sides[side], taken[side], side_codec(codec, side, self._latent))[:, :count]
+                for codec in candidates
+            ]
+            changed = [part.expand(len(candidates), -1, -1, -1) for part in exact]
+            changed[side] = torch.stack(restored)  # [C, H, J, D]
+            new_key, new_value = attention_states(changed[KEYS], changed[VALUES], self._latent)
+            new_weights = weights if side == VALUES and not self._latent else weights_of(new_key)
+            mass = (rest_mass + new_weights.sum(-1, keepdim=True)).clamp(min=torch.finfo(torch.float32).eps)
+            difference = (rest + new_weights @ new_value) / mass - output
+            errors[:, side] = self._error(difference.unflatten(-2, (-1, self.output.shape[1])).flatten(-4, -3)).t()
         return errors
+
+    def _group_queries(self) -> Tensor:
+        """``[H, G * S, D]`` scaled queries, fp32."""
+        return self.query.float().reshape(self._heads, -1, self.query.shape[-1]) * self._form.scaling
 
 
 def _take(states: Tensor, index: Tensor) -> Tensor:
-    return states.gather(1, index.unsqueeze(-1).expand(-1, -1, states.shape[-1])).float()
+    return states.gather(1, index.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
 
 
 def _round_trip(side: SideCodec, states: Tensor, codec: Codec) -> Tensor:
@@ -334,5 +356,8 @@ def _round_trip(side: SideCodec, states: Tensor, codec: Codec) -> Tensor:
     return side.round_trip(states, codec)
 
 
-def _floats(tensor: Tensor) -> Floats:
-    return tensor.detach().cpu().numpy().astype(np.float64)
+def _floats(*tensors: Tensor) -> list[Floats]:
+    """The same on the host, with one wait for the device."""
+    together = torch.cat([tensor.detach().float().flatten() for tensor in tensors]).cpu().numpy().astype(np.float64)
+    parts = np.split(together, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
+    return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from functools import cache, lru_cache
@@ -23,6 +24,7 @@ except ImportError:
     driver = nvrtc = None
 
 _COMMON = Path(__file__).with_name("warp.cuh")
+_INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 RESERVED_SHARED_BYTES = 1024  # of each block, from compute capability 8.0 on: dynamic shared memory begins behind them
 _OVERLAPPING = (9, 0)  # capability from which a kernel may start while the one before it ends
 _MAX_CONFIGS = 256
@@ -63,9 +65,10 @@ def checked(result: tuple[Any, ...]) -> Any:
 
 
 def full_text(source: Path, defined: Mapping[str, object]) -> str:
-    """A kernel's text behind the definitions that it wants and what all kernels share."""
+    """A kernel's text with what it includes from its folder, behind what it wants defined and what all share."""
     given = "".join(f"#define {name} {value}\n" for name, value in defined.items())
-    return given + _COMMON.read_text() + source.read_text()
+    text = _INCLUDE.sub(lambda line: source.with_name(line[1]).read_text(), source.read_text())
+    return given + _COMMON.read_text() + text
 
 
 def compile_source(source: str, name: str, architecture: str) -> bytes:

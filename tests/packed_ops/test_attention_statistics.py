@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from subbyte_kernels.attention_statistics import TokenStatistics, attention_statistics_reference, reference
+from subbyte_kernels.attention_statistics import (
+    TokenStatistics,
+    attention_statistics,
+    attention_statistics_reference,
+    probe_attention,
+    probe_attention_reference,
+    reference,
+)
 from support.packing import gaussian
 
 
@@ -101,3 +108,60 @@ def test_low_precision_states_are_computed_in_fp32(dtype: torch.dtype) -> None:
     stats = attention_statistics_reference(query, index, lse.float(), keys, 0, SCALING)
     assert stats.mass.dtype == stats.weight.dtype == torch.float32
     assert_same(stats, *expected(probabilities, 2, 0, 40))
+
+
+CASES = {
+    "plain": (4, 2, 5, 150, 16, 16, None, False, torch.float32),
+    "capped, with sinks, 80 wide": (6, 2, 64, 130, 80, 80, 30.0, True, torch.float32),
+    "half precision, narrower values": (4, 2, 70, 65, 64, 32, None, False, torch.float16),
+    "one token": (3, 1, 1, 1, 96, 96, None, False, torch.float32),
+    "bf16": (8, 2, 64, 1000, 128, 128, None, False, torch.bfloat16),
+    "256 wide": (4, 2, 64, 200, 256, 256, 20.0, False, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernels_compute_what_the_references_do(case: str) -> None:
+    query_heads, heads, samples, tokens, dim, value_dim, softcap, sinks, dtype = CASES[case]
+    kernels = pytest.importorskip("subbyte_kernels.attention_statistics.triton_kernel")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype is torch.bfloat16 and device == "cpu":
+        pytest.skip("the interpreter has no products in bf16: needs a CUDA device")
+    sizes = ((query_heads, samples, dim), (heads, tokens, dim), (heads, tokens, value_dim))
+    states = [gaussian(*size, seed=number).to(device, dtype) for number, size in enumerate(sizes)]
+    query, keys, values = states
+    reason = kernels.statistics_obstacle(query, keys, values)
+    if reason is not None:
+        pytest.skip(f"{reason}: needs a CUDA device, or TRITON_INTERPRET=1")
+    index = torch.linspace(0, tokens - 1, samples, device=device).long()
+    visible = torch.arange(tokens, device=device) <= index[:, None]
+    visible[0] = samples == 1  # a query that sees nothing
+    logits = gaussian(query_heads, seed=7).to(device) if sinks else None
+    scaling = dim**-0.5
+    given = (query, keys, values, visible, scaling, softcap, logits)
+    expected = probe_attention_reference(*given)
+    output, lse, entropy = kernels.probe_attention_triton(*given)
+    loose = 1e-5 if dtype is torch.float32 else 4e-3
+    torch.testing.assert_close(output, expected.output, rtol=loose, atol=loose)
+    torch.testing.assert_close(lse, expected.lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, expected.entropy, rtol=1e-4, atol=1e-4)
+    first = min(7, tokens - 1)
+    finite = expected.lse.masked_fill(expected.lse == -torch.inf, 0)
+    given = (query, index, finite, keys[:, first:], first, scaling, softcap)
+    stats = attention_statistics_reference(*given)
+    mass, weight = kernels.token_statistics_triton(*given)
+    torch.testing.assert_close(mass, stats.mass, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weight, stats.weight, rtol=1e-4, atol=1e-8)
+
+
+def test_a_cpu_measures_by_the_reference() -> None:
+    """The interpreter can run the kernels there, to check them; nobody waits for it otherwise."""
+    query, index, keys = row(2, 40, [20, 39])
+    _, lse = dense(query, index, keys)
+    stats = attention_statistics(query, index, lse.float(), keys, 0, SCALING)
+    expected = attention_statistics_reference(query, index, lse.float(), keys, 0, SCALING)
+    assert torch.equal(stats.weight, expected.weight)
+    visible = torch.arange(40) <= index[:, None]
+    probed = probe_attention(query, keys, keys, visible, SCALING)
+    assert torch.equal(probed.output, probe_attention_reference(query, keys, keys, visible, SCALING).output)
+    torch.testing.assert_close(probed.lse.double(), lse)

@@ -11,6 +11,7 @@ from subbyte_kernels.decode_attention import cuda_kernel as decode
 from subbyte_kernels.formats import kernel_kind
 from subbyte_kernels.lanes import Order
 from subbyte_kernels.pack_tiles import cuda_kernel as pack
+from subbyte_kernels.pack_tiles import shaped
 
 
 FORMATS = [codec.format for codec in codecs() if kernel_kind(codec.format)]
@@ -79,12 +80,29 @@ def test_decode_attention_without_tiles() -> None:
     assert nvrtc.compile_source(nvrtc.full_text(decode._SOURCE, variant.defined()), "decode_attention.cu", "sm_90")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
-def test_pack_tiles(fmt: object, head_dim: int) -> None:
-    order, dtype = (Order.KEYS, torch.bfloat16) if head_dim == 64 else (Order.VALUES, torch.float32)
-    text = nvrtc.full_text(pack._SOURCE, pack._defined(head_dim, fmt, order, dtype))  # type: ignore[arg-type]
-    assert nvrtc.compile_source(text, "pack_tiles.cu", "sm_90")
+@pytest.mark.parametrize(
+    ("name", "head_dim", "order", "dtype", "mean", "architecture"),
+    [
+        ("fp8", 256, Order.VALUES, torch.bfloat16, False, "sm_90"),
+        ("fp6", 128, Order.KEYS, torch.bfloat16, True, "sm_80"),
+        ("vq4", 64, Order.VALUES, torch.float16, False, "sm_90"),
+        ("vq3", 80, Order.KEYS, torch.float32, True, "sm_90"),
+        ("vq2", 128, Order.VALUES, torch.bfloat16, False, "sm_90"),
+        ("vq175", 96, Order.KEYS, torch.bfloat16, True, "sm_80"),
+    ],
+)
+def test_pack_tiles(name: str, head_dim: int, order: Order, dtype: torch.dtype, mean: bool, architecture: str) -> None:
+    defined = pack.defined_for(head_dim, NAMED[name], order, dtype, mean)
+    for source in (pack._SOURCE, pack._UNPACK_SOURCE):
+        assert nvrtc.compile_source(nvrtc.full_text(source, defined), source.name, architecture)
+    if pack.packs_head_dim(head_dim) and head_dim % 64 == 0 and NAMED[name].entries:
+        text = nvrtc.full_text(shaped._SOURCE, {**defined, "WARPS": shaped._WARPS})
+        assert nvrtc.compile_source(text, "shape_tiles.cu", architecture)
+
+
+def test_every_packed_tier_is_compiled() -> None:
+    (given,) = (mark.args[1] for mark in test_pack_tiles.pytestmark)  # type: ignore[attr-defined]
+    assert {case[0] for case in given} == set(NAMED)
 
 
 def test_what_does_not_compile_is_said_with_the_compilers_words() -> None:

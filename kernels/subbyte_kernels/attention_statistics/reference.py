@@ -1,12 +1,15 @@
 """What sampled queries say about the tokens that are about to be packed, in plain PyTorch.
 
-One pass over the keys of a row, block by block; a block of probabilities is the largest thing that exists.
+First the queries attend to everything that they see, which gives entropy and log-sum-exp. Then one pass over the keys
+of a row, block by block; a block of probabilities is the largest thing that exists.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from subbyte_kernels.decode_attention.reference import ExactTokens, decode_attention_reference
 
 
 _BLOCK_TOKENS = 4096
@@ -23,6 +26,50 @@ class TokenStatistics:
 
     mass: Tensor
     weight: Tensor
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """Attention of sampled queries of one row.
+
+    Attributes:
+        output: ``[HQ, S, Dv]`` fp32.
+        lse: ``[HQ, S]`` fp32, natural logarithm of the softmax denominator; -inf where a query sees nothing.
+        entropy: ``[HQ, S]`` fp32 in bits; a sink in the softmax counts as one more token.
+    """
+
+    output: Tensor
+    lse: Tensor
+    entropy: Tensor
+
+
+def probe_attention_reference(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> ProbeResult:
+    """Attention of sampled queries over the tokens that they see.
+
+    Args:
+        query: ``[HQ, S, D]`` sampled queries of one row.
+        keys: ``[H, N, D]``.
+        values: ``[H, N, Dv]``.
+        visible: ``[S, N]`` bool.
+        scaling: factor of the scores.
+        softcap: ``softcap * tanh(score / softcap)`` before the mask, or None.
+        sink_logits: ``[HQ]`` logit of a sink in each head's softmax, or None.
+
+    Returns:
+        Outputs, log-sum-exps and entropies.
+    """
+    exact = ExactTokens(keys[None], values[None], visible[None])
+    found = decode_attention_reference(query[None], exact, None, scaling, softcap, sink_logits)
+    assert found.entropy is not None
+    return ProbeResult(found.output[0], found.lse[0], found.entropy[0])
 
 
 def attention_statistics_reference(

@@ -1,247 +1,251 @@
 // Tiles -> records (formats.py, lanes.py): mean, rotation, scale, codes and their words in one pass over the states.
 //
-// One block packs one tile. A warp takes a token's D channels, D/32 neighbours a lane: the rotation is a Walsh-Hadamard
-// transform inside the warp. For table codes, the warp then holds as many tokens as have 128 vectors, four vectors a
-// lane, and walks the table once for all of them; every lane reads the same entry at the same time, which shared memory
-// broadcasts. So the arithmetic of the search is what the kernel costs: (vector_dim + 3) instructions for each vector and
-// entry. Codes and scales wait in shared memory until the whole tile is there, because a word of a record holds codes of
-// several tokens.
+// Every operation is the reference's, in its order; nothing is fused that rounds twice there. Vector codes are searched
+// for on a lattice of 1/32, where scores are whole numbers and come out the same in any order (reference.py):
 //
-// The host defines, in front of warp.cuh and this text: HEAD_DIM, KIND, ENTRIES (0 without a table), ORDER_KEYS (1 keys,
-// 0 values), DTYPE (0 fp32, 1 fp16, 2 bf16).
+//   2-D  the lattice has 255 x 255 points: `pack_lookup` finds the nearest entry of each, packing reads it from shared
+//        memory, one byte load for two values.
+//   4-D  tensor cores compute scores as rows of vectors times columns of entries (m16n8k8 in fp16, whole numbers below
+//        2^11, sums exact in fp32). The eighth bits below the point hold the entry's number, so that a maximum of three
+//        is one instruction for two entries and finds number and score at once; ties go to the lower number.
+//
+// Definitions: tile.cuh.
 
-constexpr int WARPS = 8;
-constexpr int THREADS = 32 * WARPS;
-constexpr int OWN = D / 32;
-constexpr int BITS = bits_of(KIND), DIM = dim_of(KIND);
-constexpr int CODES = D / DIM;                       // of a token
-constexpr int PITCH = CODES + 4;                     // bytes: tokens start in different banks
-constexpr int WORDS = TILE * CODES * BITS / 32;      // of the tile's codes
-constexpr int RECORD = WORDS + TILE / 2;
-constexpr float TINY = 1.17549435e-38f;
-constexpr float BF16_MAX = 3.38953139e38f;
+#include "tile.cuh"
+
+constexpr int ROWS = DIM == 4 ? 32 * MINE * 16 : 0;      // bytes of the tensor cores' operand
+constexpr int LOOKUP = DIM == 2 ? 65536 : 0;
+constexpr int SCORING = DIM == 4 ? ENTRIES * 16 : 0;
 
 struct Params {
-    const void *states;   // [M, 128, D]
-    const float *mean;    // [M, D] or null
-    const float *signs;   // [D]
-    const float *table;   // [ENTRIES, DIM]
-    u32 *records;         // [M, RECORD]
+    const void *states;     // [M, 128, D]
+    const float *mean;      // [M, D] or null
+    const float *signs;     // [D]
+    const float *table;     // [ENTRIES, DIM]
+    const u8 *lookup;       // [256, 256]: second coordinate, first one
+    u32 *records;           // [M, RECORD]
+    u64 units;              // 2 M
 };
 
-__shared__ u8 codes[TILE * PITCH];
-__shared__ u16 scales[TILE];
-__shared__ __align__(16) float table[ENTRIES ? ENTRIES * DIM : 1];
-__shared__ float half_norms[ENTRIES ? ENTRIES : 1];
-__shared__ __align__(16) float units[ENTRIES ? WARPS * 128 * DIM : 1];
+// lookup | scoring | norms of entries | of each warp: stage, rows, scales
+constexpr int NORMS_AT = LOOKUP + SCORING, WARPS_AT = NORMS_AT + 4 * ENTRIES, OF_WARP = STAGE + ROWS + 2 * UNIT;
 
-DEVICE float largest_of_warp(float x) {
-#pragma unroll
-    for (int bit = 1; bit < 32; bit <<= 1) x = fmaxf(x, __shfl_xor_sync(FULL, x, bit));
-    return x;
+// Two values as fp16, limited to +-127 steps.
+DEVICE u32 limited(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    asm("min.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(0x57f057f0u));  // 127
+    asm("max.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(0xd7f0d7f0u));
+    return pair;
 }
-DEVICE float sum_of_lanes(float x, int lanes) {
-#pragma unroll
-    for (int bit = 1; bit < 32; bit <<= 1)
-        if (bit < lanes) x += __shfl_xor_sync(FULL, x, bit);
-    return x;
-}
-DEVICE u16 to_bf16(float x) { u16 y; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
-DEVICE float from_bf16(u16 bits) { return __uint_as_float((u32)bits << 16); }
-DEVICE u16 round_up_bf16(float scale) {  // the nearest bf16 that is not below
-    const u16 bits = to_bf16(fminf(scale, BF16_MAX));
-    return from_bf16(bits) < scale && bits < 0x7f7f ? bits + 1 : bits;
-}
+DEVICE u32 plus(u32 pair, u32 other) { asm("add.rn.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(other)); return pair; }
 
-DEVICE void load(float (&x)[OWN], const void *states, u64 token, int lane) {
-    const u64 at = token * D + lane * OWN;
-#if DTYPE == 0
+// 2-D codes, four to a word.
+DEVICE void look_up(u32 (&codes)[MINE / 4], const float (&x)[OWN], float steps) {
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) x[i] = reinterpret_cast<const float *>(states)[at + i];
-#else
-    u32 words[OWN / 2];
-#pragma unroll
-    for (int i = 0; i < OWN / 2; ++i) words[i] = __ldg(reinterpret_cast<const u32 *>(reinterpret_cast<const u16 *>(states) + at) + i);
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-        const u16 bits = words[i / 2] >> (i % 2 * 16);
-        x[i] = DTYPE == 2 ? from_bf16(bits) : from_half(bits);
+    for (int i = 0; i < MINE; ++i) {
+        // 1152 + n: whole numbers, n + 128 in the low byte
+        const u32 pair = plus(limited(__fmul_rn(x[2 * i], steps), __fmul_rn(x[2 * i + 1], steps)), 0x64806480u);
+        const u32 code = shared[__byte_perm(pair, 0, 0x4420)];
+        codes[i / 4] = i % 4 ? codes[i / 4] | code << (i % 4 * 8) : code;
     }
-#endif
 }
 
-// Centred and rotated.
-DEVICE void rotate(float (&x)[OWN], const float *mean, const float *signs, int lane) {
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) x[i] = (x[i] - (mean ? mean[lane * OWN + i] : 0.0f)) * signs[lane * OWN + i];
-    hadamard(x, lane);
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) x[i] *= INV_SQRT_D;
+DEVICE void multiply(float (&c)[4], u32 a0, u32 a1, u32 b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]) : "r"(a0), "r"(a1), "r"(b), "f"(0.0f));
 }
 
-DEVICE float largest_magnitude(const float (&x)[OWN]) {
-    float largest = 0.0f;
+// 4-D codes, four to a word. Vector j of a lane is row 32 j + lane: its steps, then twice 1 for the entry's offset.
+DEVICE void score(u32 (&codes)[MINE / 4], const float (&x)[OWN], float steps, u8 *rows, int lane) {
+    constexpr int TOGETHER = MINE < 4 ? MINE : 4;
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) largest = fmaxf(largest, fabsf(x[i]));
-    return largest_of_warp(largest);
-}
-
-// Vector codes of the tokens that make 128 vectors.
-DEVICE void vector_codes(const Params &p, const float *mean, u64 tile, int group, int warp, int lane) {
-    constexpr int TOKENS = 128 / CODES, SEGMENT = CODES < 32 ? CODES : 32;
-    float *unit = units + warp * 128 * DIM;
-    float length[TOKENS];  // root mean square times the norm of the unit vector
+    for (int j = 0; j < MINE; ++j) {
+        u32 half[2];
 #pragma unroll
-    for (int k = 0; k < TOKENS; ++k) {
-        float x[OWN], squares = 0.0f, norm = 0.0f;
-        load(x, p.states, tile * TILE + group * TOKENS + k, lane);
-        rotate(x, mean, p.signs, lane);
-        const float largest = largest_magnitude(x), divisor = fmaxf(largest, TINY);
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            x[i] = __fdiv_rn(x[i], divisor);
-            squares += x[i] * x[i];
-        }
-        const float rms = __fsqrt_rn(sum_of_lanes(squares, 32) / D);
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            x[i] = __fdiv_rn(x[i], fmaxf(rms, TINY));
-            norm += x[i] * x[i];
-            unit[k * D + lane * OWN + i] = x[i];
-        }
-        length[k] = largest * rms * __fsqrt_rn(sum_of_lanes(norm, 32));
+        for (int h = 0; h < 2; ++h)  // 1536 + n - 1536: whole numbers
+            half[h] = plus(plus(limited(__fmul_rn(x[4 * j + 2 * h], steps), __fmul_rn(x[4 * j + 2 * h + 1], steps)), 0x66006600u), 0xe600e600u);
+        *reinterpret_cast<uint4 *>(rows + (32 * j + lane) * 16) = make_uint4(half[0], half[1], 0x3c003c00u, 0);
     }
     __syncwarp();
-    float v[4][DIM], best[4];
-    int code[4];
+    const u32 *entries = reinterpret_cast<const u32 *>(shared + LOOKUP);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        best[i] = -3.0e38f;
-        code[i] = 0;
+    for (int low = 0; low < MINE; low += TOGETHER) {
+        u32 a[TOGETHER][4];
+        int best[TOGETHER][8];
 #pragma unroll
-        for (int d = 0; d < DIM; ++d) v[i][d] = unit[(i * 32 + lane) * DIM + d];
-    }
-#pragma unroll 4
-    for (int entry = 0; entry < ENTRIES; ++entry) {
-        float e[DIM];
+        for (int j = 0; j < TOGETHER; ++j) {
+            const u32 at = (u32)__cvta_generic_to_shared(rows + (32 * (low + j) + lane) * 16);
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                         : "=r"(a[j][0]), "=r"(a[j][1]), "=r"(a[j][2]), "=r"(a[j][3]) : "r"(at));
 #pragma unroll
-        for (int d = 0; d < DIM; ++d) e[d] = table[entry * DIM + d];
-        const float offset = half_norms[entry];
+            for (int i = 0; i < 8; ++i) best[j][i] = 0;
+        }
+#pragma unroll 2
+        for (int n = 0; n < ENTRIES / 8; n += 2) {
+            const u32 b[2] = {entries[n * 32 + lane], entries[n * 32 + 32 + lane]};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float score = offset;
+            for (int j = 0; j < TOGETHER; ++j)
 #pragma unroll
-            for (int d = 0; d < DIM; ++d) score = fmaf(v[i][d], e[d], score);
-            if (score > best[i]) {
-                best[i] = score;
-                code[i] = entry;
+                for (int m = 0; m < 2; ++m) {
+                    float c[2][4];
+                    multiply(c[0], a[j][2 * m], a[j][2 * m + 1], b[0]);
+                    multiply(c[1], a[j][2 * m], a[j][2 * m + 1], b[1]);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)  // scores of winners are positive, and order like whole numbers
+                        best[j][4 * m + i] = __vimax3_s32(best[j][4 * m + i], __float_as_int(c[0][i]), __float_as_int(c[1][i]));
+                }
+        }
+#pragma unroll
+        for (int j = 0; j < TOGETHER; ++j) {
+            // lane 4 g + t has columns 2 t, 2 t + 1 of rows g + 8 c; the best of a row goes to the lane of its number
+            int row[4];
+#pragma unroll
+            for (int c = 0; c < 4; ++c) row[c] = max(best[j][2 * c], best[j][2 * c + 1]);
+            const bool odd = lane & 1, high = lane & 2;
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const int kept = odd ? row[2 + c] : row[c], sent = odd ? row[c] : row[2 + c];
+                row[c] = max(kept, __shfl_xor_sync(FULL, sent, 1));
             }
-        }
-    }
-    float decoded[TOKENS] = {};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int vector = i * 32 + lane;
-        codes[(group * TOKENS + vector / CODES) * PITCH + vector % CODES] = code[i];
-        if (CODES >= 32) decoded[i * 32 / CODES] -= 2.0f * half_norms[code[i]];
-    }
-    if (CODES >= 32) {
-#pragma unroll
-        for (int k = 0; k < TOKENS; ++k) {
-            const float norm = __fsqrt_rn(sum_of_lanes(decoded[k], 32));
-            if (lane == 0) scales[group * TOKENS + k] = to_bf16(fminf(__fdiv_rn(length[k], fmaxf(norm, TINY)), BF16_MAX));
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float norm = __fsqrt_rn(sum_of_lanes(-2.0f * half_norms[code[i]], SEGMENT));
-            const float mine = lane < SEGMENT ? length[2 * i] : length[2 * i + 1];
-            if (lane % SEGMENT == 0)
-                scales[group * TOKENS + 2 * i + lane / SEGMENT] = to_bf16(fminf(__fdiv_rn(mine, fmaxf(norm, TINY)), BF16_MAX));
+            const int kept = high ? row[1] : row[0], sent = high ? row[0] : row[1];
+            const int whole = max(kept, __shfl_xor_sync(FULL, sent, 2));
+            const int c = lane >> 3;  // = 2 * odd + high of the lane that has it
+            const float found = __int_as_float(__shfl_sync(FULL, whole, (lane & 7) * 4 + (c >> 1) + 2 * (c & 1)));
+            const u32 code = 255u - ((u32)(found * 256.0f) & 255u);  // the eight bits behind the point
+            codes[(low + j) / 4] = (low + j) % 4 ? codes[(low + j) / 4] | code << ((low + j) % 4 * 8) : code;
         }
     }
     __syncwarp();
 }
 
-// FP6 or FP8 codes of one token.
-DEVICE void float_codes(const Params &p, const float *mean, u64 tile, int token, int lane) {
-    constexpr float MOST = KIND == FP6 ? 7.5f : 448.0f;
-    float x[OWN];
-    load(x, p.states, tile * TILE + token, lane);
-    rotate(x, mean, p.signs, lane);
-    const u16 bits = round_up_bf16(__fdiv_rn(largest_magnitude(x), MOST));
-    const float divisor = fmaxf(from_bf16(bits), TINY);
+// Codes of a lane's part of a token, four to a word, and the token's scale.
+DEVICE u16 encode(u32 (&codes)[MINE / 4], float (&x)[OWN], u8 *rows, const Lane &own) {
+    if constexpr (DIM > 1) {
+        float steps;
+        const float root = __fmul_rn(root_mean_square(x, steps, own.lane), FACTOR);
+        if constexpr (DIM == 2) look_up(codes, x, steps);
+        else score(codes, x, steps, rows, own.lane);
+        const u32 *norms = reinterpret_cast<const u32 *>(shared + NORMS_AT);
+        u32 norm = 0;
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-        const float scaled = fminf(fmaxf(__fdiv_rn(x[i], divisor), -MOST), MOST), size = fabsf(scaled);
-        if (KIND == FP6) {
-            const int code = size < 2.0f ? (int)rintf(size * 8.0f) : size < 4.0f ? 8 + (int)rintf(size * 4.0f) : 16 + (int)rintf(size * 2.0f);
-            codes[token * PITCH + lane * OWN + i] = code | (scaled < 0.0f) << 5;
-        } else {
-            u16 pair;
-            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(scaled));
-            codes[token * PITCH + lane * OWN + i] = pair & 0xff;
+        for (int i = 0; i < MINE; ++i) norm += norms[codes[i / 4] >> (i % 4 * 8) & 255u];
+        norm = count_of_token(own.active ? norm : 0);
+        const float decoded = __fsqrt_rn(__fdiv_rn((float)norm, 1024.0f * D));
+        return to_bf16(fminf(__fdiv_rn(root, fmaxf(decoded, TINY)), BF16_MAX));
+    } else {
+        constexpr float MOST = KIND == FP6 ? 7.5f : 448.0f;
+        const u16 bits = round_up_bf16(__fdiv_rn(__fmul_rn(largest_of_token(x), FACTOR), MOST));
+        const float inverse = __fdiv_rn(FACTOR, fmaxf(from_bf16(bits), TINY));
+#pragma unroll
+        for (int i = 0; i < MINE; ++i) {
+            const float scaled = __fmul_rn(x[i], inverse);
+            u32 code;
+            if constexpr (KIND == FP6) {
+                // fp32's exponents, moved so that its subnormal numbers are those of E2M3; rounded to nearest even
+                const u32 size = __float_as_uint(__fmul_rn(fabsf(scaled), 0x1p-126f));
+                code = (size + 0x7ffffu + (size >> 20 & 1u)) >> 20 | (__float_as_uint(scaled) >> 26 & 32u);
+            } else {
+                u16 pair;
+                asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(scaled));
+                code = pair & 0xff;
+            }
+            codes[i / 4] = i % 4 ? codes[i / 4] | code << (i % 4 * 8) : code;
         }
+        return bits;
     }
-    if (lane == 0) scales[token] = bits;
 }
 
-// Code `place` of the stream of lane 4 g + t in a unit (lanes.py).
-DEVICE u32 code_of(int unit, int lane, int place) {
-    constexpr int EACH = ORDER_KEYS ? CODES / 4 : CODES / 8;  // codes of a token in a lane
-    const int g = lane >> 2, t = lane & 3, owned = place / EACH, within = place % EACH;
-    const int token = unit * 64 + (ORDER_KEYS ? 8 * owned + g : 4 * owned + t);
-    return codes[token * PITCH + (ORDER_KEYS ? t : g) * EACH + within];
-}
-
-// Word of a lane's stream (bitpack.py): whole codes from the low bits up, and on top a piece of the codes that follow.
-DEVICE u32 word_of(int unit, int lane, int word) {
-    constexpr int EACH = 32 / BITS, SPARE = 32 - EACH * BITS;
-    constexpr int BLOCK_WORDS = BITS == 7 ? 7 : BITS == 6 ? 3 : 1, BLOCK_CODES = BLOCK_WORDS * 32 / BITS;
-    const int block = word / BLOCK_WORDS, within = word % BLOCK_WORDS, first = block * BLOCK_CODES;
-    u32 packed = 0;
+// An entry in whole steps, and half its squared norm in units of a score (reference.py).
+template <int STEPS, int MOST> DEVICE int entry_of(int (&e)[DIM > 1 ? DIM : 1], const float *table, int entry) {
+    int squares = 0;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) packed |= code_of(unit, lane, first + within * EACH + i) << (i * BITS);
-    if constexpr (SPARE != 0) {
-        u32 spare = 0;
-#pragma unroll
-        for (int i = 0; i < BLOCK_CODES - BLOCK_WORDS * EACH; ++i)
-            spare |= code_of(unit, lane, first + BLOCK_WORDS * EACH + i) << (i * BITS);
-        packed |= spare >> (within * SPARE) << (32 - SPARE);
+    for (int d = 0; d < DIM; ++d) {
+        e[d] = (int)rintf(fminf(fmaxf(__fmul_rn(table[entry * DIM + d], (float)STEPS), -(float)MOST), (float)MOST));
+        squares += e[d] * e[d];
     }
-    return packed;
+    return squares * 16 / STEPS;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) pack_tiles(const __grid_constant__ Params p) {
-    constexpr int STREAM = WORDS / 64;  // words of a lane in a unit
-    constexpr int VECTOR = STREAM % 4 == 0 ? 4 : STREAM % 2 == 0 ? 2 : 1;
-    const u64 tile = blockIdx.x;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const float *mean = p.mean ? p.mean + tile * D : nullptr;
+DEVICE void prepare(const Params &p) {
     for (int entry = threadIdx.x; entry < ENTRIES; entry += THREADS) {
         float norm = 0.0f;
-        for (int d = 0; d < DIM; ++d) {
-            const float value = p.table[entry * DIM + d];
-            table[entry * DIM + d] = value;
-            norm += value * value;
+        for (int d = 0; d < DIM; ++d) norm = __fadd_rn(norm, __fmul_rn(p.table[entry * DIM + d], p.table[entry * DIM + d]));
+        reinterpret_cast<u32 *>(shared + NORMS_AT)[entry] = (u32)rintf(__fmul_rn(norm, 1024.0f));
+    }
+    if constexpr (DIM == 2)
+        for (int i = threadIdx.x; i < LOOKUP / 16; i += THREADS)
+            reinterpret_cast<uint4 *>(shared)[i] = __ldg(reinterpret_cast<const uint4 *>(p.lookup) + i);
+    if constexpr (DIM == 4)
+        for (int entry = threadIdx.x; entry < ENTRIES; entry += THREADS) {
+            int e[DIM > 1 ? DIM : 1];
+            // 8192: winners' scores are positive. Multiples of 8 fit fp16 to 2^14; the rest is below 8 and has 8 bits more.
+            const int offset = 8192 - min(entry_of<32, 127>(e, p.table, entry), 16383), most = offset & ~7;
+            const float least = (float)(offset & 7) + (float)(255 - entry) * 0.00390625f;
+            u32 *to = reinterpret_cast<u32 *>(shared + LOOKUP) + entry / 8 * 32 + entry % 8 * 4;
+            asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(to[0]) : "f"((float)e[1]), "f"((float)e[0]));
+            asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(to[1]) : "f"((float)e[DIM - 1]), "f"((float)e[DIM > 2 ? 2 : 0]));
+            asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(to[2]) : "f"(least), "f"((float)most));
+            to[3] = 0;
         }
-        half_norms[entry] = -0.5f * norm;
-    }
     __syncthreads();
-    if constexpr (DIM > 1) {
-        for (int group = warp; group < CODES; group += WARPS) vector_codes(p, mean, tile, group, warp, lane);
-    } else {
-        for (int token = warp; token < TILE; token += WARPS) float_codes(p, mean, tile, token, lane);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) pack_tiles(const __grid_constant__ Params p) {
+    const int warp = __shfl_sync(FULL, threadIdx.x >> 5, 0);  // the compiler knows now that a warp shares it
+    u8 *stage = shared + WARPS_AT + warp * OF_WARP, *rows = stage + STAGE;
+    u16 *scales = reinterpret_cast<u16 *>(rows + ROWS);
+    Lane own = lane_of(p.signs);
+    prepare(p);
+    for (u64 unit = (u64)blockIdx.x * WARPS + warp; unit < p.units; unit += (u64)gridDim.x * WARPS) {
+#if MEAN
+        take_mean(own, p.mean + unit / 2 * D);
+#endif
+        uint4 raw[RAW];
+        load(raw, p.states, unit * UNIT + own.lane / LANES, own);
+        for (int first = 0; first < UNIT; first += STEP) {
+            const int token = first + own.lane / LANES;
+            float x[OWN];
+            rotate(x, raw, own);
+            if (first + STEP < UNIT) load(raw, p.states, unit * UNIT + token + STEP, own);
+            u32 codes[MINE / 4];
+            const u16 scale = encode(codes, x, rows, own);
+            put(stage, codes, token, own);
+            if (own.part == 0) scales[IN_LANES ? token % 8 * 8 + token / 8 : token] = scale;
+        }
+        __syncwarp();
+        u32 *record = p.records + unit / 2 * RECORD;
+        write(record + (unit & 1) * (WORDS / 2), stage, own.lane);
+        record[WORDS + (unit & 1) * 32 + own.lane] = reinterpret_cast<const u32 *>(scales)[own.lane];
+        __syncwarp();
     }
-    __syncthreads();
-    u32 *record = p.records + tile * RECORD;
-    for (int i = threadIdx.x; i < WORDS; i += THREADS) {
-        const int unit = i / (32 * STREAM), rest = i % (32 * STREAM);
-        record[i] = word_of(unit, rest / VECTOR % 32, rest / (32 * VECTOR) * VECTOR + rest % VECTOR);
-    }
-    for (int i = threadIdx.x; i < TILE / 2; i += THREADS) {
-        // scales [unit][g][i]: two neighbours are tokens 8 i + g and 8 (i + 1) + g
-        const int token = i / 32 * 64 + i % 4 * 16 + i / 4 % 8;
-        record[WORDS + i] = scales[token] | (u32)scales[token + 8] << 16;
+}
+
+// The nearest entry of every point of the lattice, [256, 256]: second coordinate, first one, each 128 too large.
+struct LookupParams {
+    const float *table;  // [ENTRIES, 2]
+    u8 *lookup;          // [256, 256]
+};
+extern "C" __global__ void pack_lookup(const __grid_constant__ LookupParams p) {
+    if constexpr (DIM == 2) {
+        int4 *entries = reinterpret_cast<int4 *>(shared);
+        for (int entry = threadIdx.x; entry < ENTRIES; entry += blockDim.x) {
+            int e[DIM > 1 ? DIM : 1];
+            const int half = entry_of<256, 2047>(e, p.table, entry);
+            entries[entry] = make_int4(e[0], e[DIM - 1], half, 0);
+        }
+        __syncthreads();
+        const int point = blockIdx.x * blockDim.x + threadIdx.x, x = (point & 255) - 128, y = (point >> 8) - 128;
+        int best = -0x7fffffff, code = 0;
+#pragma unroll 4
+        for (int entry = 0; entry < ENTRIES; ++entry) {
+            const int4 e = entries[entry];
+            const int score = x * e.x + y * e.y - e.z;
+            if (score > best) {
+                best = score;
+                code = entry;
+            }
+        }
+        p.lookup[point] = code;
     }
 }
