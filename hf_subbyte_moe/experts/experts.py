@@ -13,6 +13,7 @@ Gives up: gradients, copies of the model, and a change of dtype while experts ar
 
 import time
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -61,11 +62,11 @@ class ByExpert:
         where: slot of every expert.
     """
 
-    def __init__(self, slots: Tensor, where: Callable[[int], int]) -> None:
+    def __init__(self, slots: Tensor, where: list[int]) -> None:
         self._slots, self._where = slots, where
 
     def __getitem__(self, expert: Any) -> Tensor:
-        return self._slots[self._where(int(expert))]
+        return self._slots[self._where[int(expert)]]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_slots"], name)
@@ -260,7 +261,8 @@ class Engine:
             return module.own_forward(device.stand_in(layer, module), hidden, where, weights)
         row = device.row(layer)
         if name == _EAGER or name is None:
-            held = {part: ByExpert(view, row.__getitem__) for part, view in device.views.items()}
+            where_each: list[int] = row.tolist()
+            held = {part: ByExpert(view, where_each) for part, view in device.views.items()}
             return module.own_forward(StandIn(module, held, self.experts), hidden, index, weights)
         # side by side, in the order of their numbers, as in a layer that has no others
         slots = row[needed].long().to(hidden.device, non_blocking=True)
@@ -436,3 +438,6 @@ class Swap:
             experts._parameters[name] = nn.Parameter(own.copy_(weight), requires_grad=trained)
         delattr(experts, STATE)
         experts.__class__ = type(experts).__mro__[2]
+        for name in ("forward", "_old_forward"):  # accelerate's hooks, set after us, remember or leave ours behind
+            if getattr(vars(experts).get(name), "__func__", None) is PlacedExperts.forward:
+                setattr(experts, name, MethodType(type(experts).forward, experts))
