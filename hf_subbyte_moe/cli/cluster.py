@@ -29,7 +29,9 @@ def cluster_experts(
         Path | None,
         typer.Option(help="Cluster file to write.", show_default=f"{ROUTING_SIDECAR_NAME} in the model's folder"),
     ] = None,
-    by: Annotated[str, typer.Option(help=f"What belongs together: {', '.join(SIGNALS)}.")] = TRACES,
+    by: Annotated[
+        str, typer.Option(help=f"What belongs together: {', '.join(SIGNALS)}.", autocompletion=lambda: list(SIGNALS))
+    ] = TRACES,
     replicas: Annotated[int, typer.Option(min=0, help="Experts of a layer that every cluster holds.")] = 0,
     most_load: Annotated[float, typer.Option(min=1.0, help="What a cluster may serve, over the mean.")] = MOST_LOAD,
     windows: Annotated[int, typer.Option(min=4, help="Texts to count on; a quarter checks the result.")] = 32,

@@ -12,6 +12,7 @@ from hf_subbyte_moe.cache import CACHE_NAME, EntropySubbyteCache
 from hf_subbyte_moe.cli.plot import plot_choices
 from hf_subbyte_moe.cli.prompts import needle_prompt
 from hf_subbyte_moe.cli.running import answer, load_model, tensor_bytes
+from hf_subbyte_moe.config import AUTO, CALIBRATED, POLICIES, TIERS, UNIFORM
 from hf_subbyte_moe.explain import explain
 
 
@@ -27,7 +28,11 @@ Bits = Annotated[
 ]
 PolicyName = Annotated[
     str,
-    typer.Option("--policy", help="auto, calibrated, error, entropy, uniform:<tier> and others; README lists them."),
+    typer.Option(
+        "--policy",
+        help="auto, calibrated, error, entropy, uniform:<tier> and others; README lists them.",
+        autocompletion=lambda: [AUTO, CALIBRATED, *POLICIES, *(f"{UNIFORM}{tier}" for tier in TIERS)],
+    ),
 ]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw entropy, error and tier by layer and head.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")]

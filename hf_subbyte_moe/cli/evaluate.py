@@ -17,7 +17,7 @@ import hf_subbyte_moe
 from hf_subbyte_moe.cache import CACHE_NAME
 from hf_subbyte_moe.cli.running import default_model
 from hf_subbyte_moe.results import ResultFile, cache_label, markdown_table, plot_needles, result_table, rows_of
-from hf_subbyte_moe.scoring import ONE_PIECE
+from hf_subbyte_moe.scoring import ONE_PIECE, PROTOCOLS
 from hf_subbyte_moe.tasks import FOLDER
 
 
@@ -249,7 +249,10 @@ def evaluate(
             show_default="the model's own options",
         ),
     ] = None,
-    prefill: Annotated[str, typer.Option(help="one-piece or chunked: how prompts are read.")] = ONE_PIECE,
+    prefill: Annotated[
+        str,
+        typer.Option(help="one-piece or chunked: how prompts are read.", autocompletion=lambda: list(PROTOCOLS)),
+    ] = ONE_PIECE,
     lengths: Annotated[
         str | None, typer.Option(help="Tokens of the prompts, with commas, for tasks that make them.")
     ] = None,

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from hf_subbyte_moe import publishing
 from hf_subbyte_moe.results import Row, read_rows
+from hf_subbyte_moe.scoring import RunFailedError
 
 
 def _read_options(text: str | None) -> dict[str, Any] | None:
@@ -49,6 +50,8 @@ def publish(
     """
     console = Console()
     given = _read_options(options)
+    if push is not None and push.count("/") != 1:
+        raise ValueError(f"--push {push!r} is not possible: OWNER/NAME")
     source = publishing.fetch(model, not config_only)
     if base_model is None and not Path(model).is_dir():
         base_model = model
@@ -66,5 +69,5 @@ def publish(
         try:
             address = publishing.push(out_dir, push, private, endpoint)
         except HfHubHTTPError as error:
-            raise ValueError(f"the Hub refused {push}: {error}") from None
+            raise RunFailedError(f"the Hub refused {push}: {error}") from None
         console.print(f"pushed to {address}")

@@ -42,7 +42,7 @@ def default_model() -> str:
         ValueError: no clone around this package.
     """
     if not _REFERENCE.is_dir():
-        raise ValueError("outside a clone of the project there is no default model: give --model ID_OR_PATH")
+        raise ValueError("outside a clone of the project there is no default model: name one, by its Hub id or folder")
     return str(_REFERENCE)
 
 
@@ -56,7 +56,7 @@ def load_model(
         cpu_dtype: of the weights without a GPU.
 
     Raises:
-        ValueError: no name, and no clone around this package.
+        ValueError: no name, and no clone around this package; or no model of that name.
     """
     if name is None:
         name = default_model()
@@ -67,10 +67,14 @@ def load_model(
     file: dict[str, str] = {}
     if name.endswith(".gguf"):
         name, file = str(Path(name).parent), {"gguf_file": Path(name).name}
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        name, dtype=torch.bfloat16 if device == "cuda" else cpu_dtype, **file
-    )
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(name, **file)
+    dtype = torch.bfloat16 if device == "cuda" else cpu_dtype
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **file)
+        tokenizer = AutoTokenizer.from_pretrained(name, **file)
+    except OSError as error:  # Transformers says it in a paragraph
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{name!r} is neither a folder with a model nor one on the Hub: {reason}") from None
+    return model.to(device).eval(), tokenizer
 
 
 @contextmanager

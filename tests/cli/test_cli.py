@@ -1,15 +1,20 @@
 """The commands, as a person types them, on the reference model."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from hf_subbyte_moe import cli
 from hf_subbyte_moe.cli import running
 from hf_subbyte_moe.cli.prompts import needle_prompt
+from hf_subbyte_moe.scoring import RunFailedError
 
 
 PNG = b"\x89PNG"
@@ -78,34 +83,91 @@ def test_bench_reports_prefill_and_steps(tmp_path: Path) -> None:
     assert "ratio" in shown
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["explain"], ["bench"]])
-def test_every_command_explains_itself(command: list[str]) -> None:
-    shown = run(*command, "--help")
-    assert "Example: hf-subbyte-moe" in shown or not command
-    assert "--json" in shown or not command
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Words of every command."""
+    for name, command in group.commands.items():
+        yield (*path, name)
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+
+
+@pytest.mark.parametrize("command", [*commands(typer.main.get_command(cli.app))], ids=" ".join)
+def test_every_command_explains_itself(command: tuple[str, ...]) -> None:
+    assert f"Example: hf-subbyte-moe {command[0]}" in run(*command, "--help")
+
+
+def exit_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """What the shell gets."""
+    monkeypatch.setattr("sys.argv", ["hf-subbyte-moe", *words])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    return int(left.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["de"], ["demo"]),
+        (["demo", "--pol"], ["--policy"]),
+        (["demo", "--policy", "entropy"], ["entropy", "entropy_rank", "entropy_rank_inverse"]),
+        (["demo", "--policy", "uniform:vq1"], ["uniform:vq175"]),
+        (["cluster", "--by", "co"], ["coactivation"]),
+        (["eval", "--prefill", "c"], ["chunked"]),
+    ],
+)
+def test_a_shell_completes(
+    words: list[str], offered: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_HF_SUBBYTE_MOE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", " ".join(["hf-subbyte-moe", *words]))
+    monkeypatch.setenv("COMP_CWORD", str(len(words)))
+    assert exit_of(monkeypatch) == 0
+    assert sorted(capsys.readouterr().out.split()) == offered
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["demo", "--model", "./nowhere"], "'./nowhere' is neither a folder with a model nor one on the Hub"),
         (["demo", "--context", "50"], "context=50 is too short: the question alone takes"),
         (["demo", "--policy", "magic"], "policy='magic' is not possible"),
         (["demo", "--bits", "1.5"], "bits=1.5 is out of reach at head_dim 64"),
         (["demo", "--policy", "entropy", "--bits", "3"], "policy 'entropy' fixes its own bits"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_1(
+def test_mistakes_are_one_line_and_exit_code_2(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["hf-subbyte-moe", *arguments])
-    with pytest.raises(SystemExit, match="1"):
-        cli.main()
-    assert message in capsys.readouterr().err.replace("\n", " ")
+    assert exit_of(monkeypatch, *arguments) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1
+    assert message in said[0]
+
+
+@pytest.mark.parametrize("words", [["nonsense"], ["demo", "--nonsense"], ["demo", "--context", "many"]])
+def test_what_no_command_takes_is_exit_code_2(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert exit_of(monkeypatch, *words) == 2
+
+
+def test_help_is_exit_code_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert exit_of(monkeypatch, "--help") == 0
+
+
+@pytest.mark.parametrize(("error", "code"), [(RunFailedError, 1), (ValueError, 2), (OSError, 2)])
+def test_a_run_that_fails_is_told_from_a_mistake_and_brackets_are_kept(
+    error: type[Exception], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: str) -> None:
+        raise error("pip install 'hf-subbyte-moe[eval]' [/x]")
+
+    monkeypatch.setattr(cli, "app", fail)
+    assert exit_of(monkeypatch) == code
+    assert capsys.readouterr().err == "error: pip install 'hf-subbyte-moe[eval]' [/x]\n"
 
 
 def test_outside_a_clone_a_model_must_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(running, "_REFERENCE", tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="give --model ID_OR_PATH"):
+    with pytest.raises(ValueError, match="name one, by its Hub id or folder"):
         running.load_model(None)
 
 

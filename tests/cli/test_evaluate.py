@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from hf_subbyte_moe import cli
 from hf_subbyte_moe.results import read_rows
+from hf_subbyte_moe.scoring import RunFailedError
 from support.models import tiny_model
 from support.tokens import letter_tokenizer
 
@@ -129,6 +130,7 @@ def test_bad_input_is_refused(arguments: list[str], message: str, folder: Path, 
     code, _, error = run(folder, tmp_path, *arguments)
     assert code != 0
     assert isinstance(error, ValueError)
+    assert isinstance(error, RunFailedError) == ("never read" in message)  # the run, not the words
     assert message in str(error)
 
 
