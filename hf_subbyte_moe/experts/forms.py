@@ -6,9 +6,10 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_subbyte_moe.config import MODEL_WEIGHTS, ExpertsConfig
-from hf_subbyte_moe.experts.experts import SLOT_READERS, PlacedExperts
+from hf_subbyte_moe.experts.experts import SLOT_READERS
 from hf_subbyte_moe.experts.fused import FUSED_NAME, release_fused_experts, use_fused_experts
 from hf_subbyte_moe.experts.loading import Loading
+from hf_subbyte_moe.experts.modules import PlacedExperts
 from hf_subbyte_moe.experts.placing import bring_back, device_of, target_of
 from hf_subbyte_moe.experts.quantized import PackedExperts, pack_experts, refuse_unpackable, unpack_experts
 

@@ -16,10 +16,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_subbyte_moe.config import AUTO, OFF, ExpertsConfig
-from hf_subbyte_moe.experts.experts import Engine, Guard, PlacedExperts, Swap
+from hf_subbyte_moe.experts.experts import Engine
 from hf_subbyte_moe.experts.heads import Heads, find_sidecar
 from hf_subbyte_moe.experts.loading import Loading
 from hf_subbyte_moe.experts.memory import available_memory, refuse_too_large
+from hf_subbyte_moe.experts.modules import Guard, PlacedExperts, Swap
 from hf_subbyte_moe.experts.predictor import (
     GATE,
     HEAD,

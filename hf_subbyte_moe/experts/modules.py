@@ -1,0 +1,149 @@
+"""A model's experts modules, made to run out of slots: each becomes an instance of a subclass of its class.
+
+Parameters stay where a state dict finds them, as views of the bank in host memory.
+
+Gives up: gradients, copies of the model, and a change of dtype while experts are away.
+"""
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from hf_subbyte_moe.experts.experts import Engine
+from hf_subbyte_moe.experts.weights import SlabLayout
+
+
+STATE = "_hf_subbyte_moe_experts"
+
+
+class _Untrained(torch.autograd.Function):
+    """Lets a graph pass, and refuses to go back through it."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *inputs: Tensor) -> Tensor:
+        """The result."""
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
+        """Refuse."""
+        raise ValueError("experts outside the model have no gradients: hf_subbyte_moe.restore(model) before training")
+
+
+class PlacedExperts(nn.Module):
+    """In front of an experts module's own class: the same experts, brought when they are needed."""
+
+    config: Any
+    _hf_subbyte_moe_experts: tuple[Engine, int]
+
+    @property
+    def own_forward(self) -> Callable[..., Tensor]:
+        """The forward of the model's class, to be called with a stand-in for the module."""
+        own: Any = type(self).__mro__[2]
+        return own.forward  # type: ignore[no-any-return]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """``[N, H]`` of ``[N, H]`` states, ``[N, K]`` experts and their weights."""
+        engine, layer = self._hf_subbyte_moe_experts
+        if not torch.is_grad_enabled():
+            return engine.run(layer, self, hidden_states, top_k_index, top_k_weights)
+        with torch.no_grad():
+            found = engine.run(layer, self, hidden_states, top_k_index, top_k_weights)
+        if hidden_states.requires_grad or top_k_weights.requires_grad:
+            found = _Untrained.apply(found, hidden_states, top_k_weights)  # type: ignore[no-untyped-call]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ValueError("experts are outside the model: hf_subbyte_moe.restore(model) before it is copied or pickled")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Move what is not in slabs; slots follow the hidden states."""
+        engine, _ = self._hf_subbyte_moe_experts
+        refuse_conversion(fn, engine.bank.layout)
+        names = [part.name for part in engine.bank.layout.parts]
+        held = dict(self._parameters)
+        for name in names:
+            del self._parameters[name]
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self._parameters.update({name: self._parameters.get(name, held[name]) for name in held})
+        return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        engine, _ = self._hf_subbyte_moe_experts
+        if any(prefix + part.name in state_dict for part in engine.bank.layout.parts):
+            if not engine.bank.writable:
+                raise ValueError("experts lie in files: hf_subbyte_moe.restore(model) before weights are loaded")
+            engine.forget()
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def refuse_conversion(fn: Callable[[Tensor], Tensor], layout: SlabLayout) -> None:
+    """Refuse what would convert slabs.
+
+    Raises:
+        ValueError: ``fn`` changes the dtype, or takes weights away.
+    """
+    probe = fn(torch.empty(0, dtype=layout.dtype))
+    if probe.dtype != layout.dtype or probe.device.type == "meta":
+        wanted = probe.dtype if probe.dtype != layout.dtype else probe.device
+        raise ValueError(
+            f"experts outside the model stay {layout.dtype}: hf_subbyte_moe.restore(model) before it goes to {wanted}"
+        )
+
+
+class Guard:
+    """A model's ``_apply``, which refuses before anything has changed.
+
+    Args:
+        model: the model.
+        layout: of its slabs.
+    """
+
+    def __init__(self, model: nn.Module, layout: SlabLayout) -> None:
+        self._model, self._layout = model, layout
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """As ``nn.Module._apply``."""
+        refuse_conversion(fn, self._layout)
+        changed: nn.Module = type(self._model)._apply(self._model, fn, recurse)
+        return changed
+
+
+_SUBCLASSES: dict[type, type] = {}
+
+
+class Swap:
+    """Makes experts modules placed ones and back."""
+
+    subclasses: ClassVar[dict[type, type]] = _SUBCLASSES
+
+    @staticmethod
+    def put(experts: nn.Module, engine: Engine, layer: int) -> None:
+        """Place a module's experts; its parameters become views of the bank."""
+        own = type(experts)
+        if own not in _SUBCLASSES:
+            _SUBCLASSES[own] = type(f"Placed{own.__name__}", (PlacedExperts, own), {"__module__": __name__})
+        for name, weight in engine.bank.weights(layer).items():
+            trained = experts._parameters[name].requires_grad  # type: ignore[union-attr]
+            experts._parameters[name] = nn.Parameter(weight, requires_grad=trained)
+        experts.__class__ = _SUBCLASSES[own]
+        object.__setattr__(experts, STATE, (engine, layer))
+
+    @staticmethod
+    def take_back(experts: nn.Module, device: torch.device) -> None:
+        """Give a module its class, and weights of its own on a device."""
+        engine, layer = getattr(experts, STATE)
+        for name, weight in engine.bank.weights(layer).items():
+            own = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+            trained = experts._parameters[name].requires_grad  # type: ignore[union-attr]
+            experts._parameters[name] = nn.Parameter(own.copy_(weight), requires_grad=trained)
+        delattr(experts, STATE)
+        experts.__class__ = type(experts).__mro__[2]
+        for name in ("forward", "_old_forward"):  # accelerate's hooks, set after us, remember or leave ours behind
+            if getattr(vars(experts).get(name), "__func__", None) is PlacedExperts.forward:
+                setattr(experts, name, MethodType(type(experts).forward, experts))
