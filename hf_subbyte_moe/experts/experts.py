@@ -3,8 +3,8 @@
 For every call the engine finds which experts it needs, has them brought, and calls the model's own forward with a
 stand-in for the module whose weights are slots. So whatever experts function the model's configuration names
 (``eager``, ``batched_mm``, ``grouped_mm``, one that was registered) computes, at decode the one that ``generate``
-switches to, and the result is the resident model's bit for bit. A registered function that reads slots by number, as ``batched_mm``
-does, joins ``SLOT_READERS``; others get the experts that they need side by side.
+switches to, and the result is the resident model's bit for bit. A registered function that reads slots by number, as
+``batched_mm`` does, joins ``SLOT_READERS``; others get the experts that they need side by side.
 
 Gives up: gradients. The modules are in ``modules.py``.
 """
