@@ -26,7 +26,7 @@ from subbyte_kernels.formats import (
     page_tiers,
 )
 from subbyte_kernels.lanes import Order, pack_tile_codes, transpose_scales
-from subbyte_kernels.pack_tiles import MetricTerms, metric_terms, shape_obstacle, shape_tiles_cuda
+from subbyte_kernels.pack_tiles import MetricTerms, Places, metric_terms, shape_obstacle, shape_tiles_cuda
 from subbyte_kernels.pack_tiles import pack_tiles as selected_packing
 from subbyte_kernels.pack_tiles import unpack_tiles as selected_unpacking
 from subbyte_kernels.pack_tiles.reference import nearest_entries, normalize_tokens, split_outliers
@@ -52,6 +52,7 @@ __all__ = [
     "MetricTerms",
     "Order",
     "PackedTiles",
+    "Places",
     "ProbeResult",
     "RouterMatrix",
     "RouterSpec",
@@ -97,17 +98,20 @@ def pack_tiles(
     mean: Tensor | None,
     order: Order,
     signs: Tensor | None,
+    places: Places | None = None,
 ) -> Tensor:
     """Quantize whole tiles and pack their codes.
 
     Args:
-        states: ``[M, 128, D]`` fp16, bf16 or fp32, finite (the cache refuses NaN and Inf on entry); M at least 1.
+        states: ``[M, 128, D]`` fp16, bf16 or fp32, finite (the cache refuses NaN and Inf on entry); M at least 1. With
+            ``places``, ``[H, n, 128, D]``.
         fmt: the tier's layout.
         table: ``[entries, vector_dim]`` for codebooks, ``[M, entries]`` for centroids, None without a table.
         rotation: ``[D, D]`` fp32 orthonormal.
         mean: ``[M, D]`` fp32 to remove first, or None.
         order: which lanes own the codes.
         signs: ``[D]`` fp32 of a rotation that is Hadamard blocks behind signs; None for any other, which is slower.
+        places: ``[M]`` int64 heads and tiles of what is packed; a kernel reads it where it lies.
 
     Returns:
         ``[M, record_words]`` int32; layout in ``subbyte_kernels/formats.py``.
@@ -115,15 +119,16 @@ def pack_tiles(
     Raises:
         ValueError: shapes that do not belong together.
     """
+    lead = 1 if places is None else 2
     _check(
-        states.ndim == 3 and states.shape[0] > 0 and states.shape[1] == TILE_TOKENS,
-        f"tiles must be [M, {TILE_TOKENS}, D], not {list(states.shape)}",
+        states.ndim == lead + 2 and states.shape[0] > 0 and states.shape[lead] == TILE_TOKENS,
+        f"tiles must be [{'M' if places is None else 'H, n'}, {TILE_TOKENS}, D], not {list(states.shape)}",
     )
     dim = states.shape[-1]
     _check(rotation.shape == (dim, dim), f"rotation {list(rotation.shape)} does not fit head_dim {dim}")
     _check((table is None) == (fmt.entries == 0), f"tier {fmt.name!r} has {fmt.entries} table entries")
     table = None if table is None else table.float()
-    return selected_packing(states, fmt, table, rotation, mean, order, signs)
+    return selected_packing(states, fmt, table, rotation, mean, order, signs, places)
 
 
 def pack_codes(codes: Tensor, scales: Tensor, fmt: TileFormat, order: Order, head_dim: int) -> Tensor:

@@ -42,7 +42,7 @@ from hf_subbyte_moe.policy import (
 _MIN_REGION = 32  # tokens that are worth measuring when nothing is packed yet
 _MIN_QUERIES = 8  # queries that tell more than prior knowledge
 _MIN_NEW_QUERIES = 32  # queries that are worth measuring again what an earlier prompt settled
-_PACK_TILES = 512  # tiles quantized at once
+_PACK_TILES = 1024  # tiles quantized at once: one for every warp that a large GPU runs
 
 TierChoice = NDArray[np.int64]
 
@@ -348,7 +348,7 @@ class PackedRows:
                 for low in range(start, end, _PACK_TILES):
                     part = slice(low, min(low + _PACK_TILES, end))
                     heads, tiles = uploaded[part].unbind(1)
-                    records = row_codec.pack(blocks[heads, tiles], heads, codec_of(tier_id))
+                    records = row_codec.pack(blocks, heads, codec_of(tier_id), tiles)
                     self.store.write(side, row, tier_id, places[part] + np.array([0, first]), records)
 
     # ------------------------------------------------------------------ reading

@@ -24,6 +24,7 @@ from hf_subbyte_moe.ops import (
     Encoding,
     MetricTerms,
     Order,
+    Places,
     metric_terms,
     normalize_tokens,
     pack_codes,
@@ -147,11 +148,12 @@ def pack_shaped(
     order: Order,
     shaping: Shaping,
     signs: Tensor | None = None,
+    places: Places | None = None,
 ) -> Tensor:
     """Quantize whole tiles under a metric and pack their codes.
 
     Args:
-        tiles: ``[M, 128, D]`` finite.
+        tiles: ``[M, 128, D]`` finite; ``[H, n, 128, D]`` with ``places``.
         heads: ``[M]`` int64 head of each tile.
         codec: a tier that :func:`shapes`.
         table: ``[entries, vector_dim]`` fp32.
@@ -160,14 +162,15 @@ def pack_shaped(
         order: which lanes own the codes.
         shaping: the heads' metrics in the rotated space.
         signs: ``[D]`` fp32 of a rotation that is Hadamard blocks behind signs, which a kernel can do; or None.
+        places: ``[M]`` int64 heads and tiles of what is packed.
 
     Returns:
         ``[M, record_words]`` int32 as :func:`hf_subbyte_moe.ops.pack_tiles` lays them out.
     """
     if signs is not None and shape_obstacle(tiles, codec.format, signs) is None:
         terms = shaping.terms(codec, table)
-        return shape_tiles_cuda(tiles, heads, codec.format, table, mean, order, signs, terms)
-    values = tiles.float()
+        return shape_tiles_cuda(tiles, heads, codec.format, table, mean, order, signs, terms, places)
+    values = (tiles if places is None else tiles[places]).float()
     if codec.format.centred and mean is not None:
         values = values - mean.unsqueeze(-2)
     unit, rms = normalize_tokens(values @ rotation.t())

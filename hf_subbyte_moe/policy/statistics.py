@@ -89,8 +89,12 @@ class SideCodec:
     signs: Tensor
     shaping: Shaping | None = None
 
-    def pack(self, tiles: Tensor, heads: Tensor, codec: Codec) -> Tensor:
-        """``[m, 128, D]`` tiles of the given ``[m]`` heads -> ``[m, record_words]`` records."""
+    def pack(self, tiles: Tensor, heads: Tensor, codec: Codec, numbers: Tensor | None = None) -> Tensor:
+        """``[m, 128, D]`` tiles of the given ``[m]`` heads -> ``[m, record_words]`` records.
+
+        With ``[m]`` ``numbers``, those tiles of the heads out of ``[H, n, 128, D]``, which are read where they lie.
+        """
+        places = None if numbers is None else (heads, numbers)
         table = self.tables.get(codec.tier_id)
         if codec.table is Table.CENTROIDS and table is not None:
             table = table[heads]
@@ -98,9 +102,9 @@ class SideCodec:
         if self.shaping is not None and shapes(codec):
             return pack_shaped(
                 *(tiles, heads, codec, self.tables[codec.tier_id], self.rotation, mean, self.order),
-                *(self.shaping, self.signs),
+                *(self.shaping, self.signs, places),
             )
-        return pack_tiles(tiles, codec.format, table, self.rotation, mean, self.order, self.signs)
+        return pack_tiles(tiles, codec.format, table, self.rotation, mean, self.order, self.signs, places)
 
     def unpack(self, records: Tensor, heads: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
         """Inverse of :meth:`pack`: ``[m, 128, D]`` in ``dtype``."""

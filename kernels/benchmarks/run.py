@@ -84,7 +84,7 @@ def _time_cell_baselines(cell: Cell, clock: Clock, notes: list[str], quantized: 
     return timed
 
 
-def _conditions(device: torch.device, copy_gbs: float | None) -> Record:
+def conditions_of(device: torch.device, copy_gbs: float | None) -> Record:
     """What a reader needs to know beside the numbers."""
     try:
         import triton
@@ -123,7 +123,7 @@ class Run:
         """``earlier``: results to merge the new ones into, or None. ``smoke``: every variant in every cell."""
         self.clock = Clock(device)
         copy_gbs = self.clock.copy_gbs() if device.type == "cuda" else self.clock.copy_gbs(1 << 24)
-        self.conditions = _conditions(device, copy_gbs)
+        self.conditions = conditions_of(device, copy_gbs)
         self.out, self.only, self.budget, self.earlier, self.smoke = out, only, budget, earlier, smoke
         self.rows: list[Record] = []
         self.baselines: list[Record] = []

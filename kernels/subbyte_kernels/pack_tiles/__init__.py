@@ -13,6 +13,7 @@ from subbyte_kernels import nvrtc
 from subbyte_kernels.formats import TileFormat
 from subbyte_kernels.lanes import Order
 from subbyte_kernels.pack_tiles.cuda_kernel import (
+    Places,
     pack_obstacle,
     pack_tiles_cuda,
     unpack_obstacle,
@@ -26,6 +27,7 @@ _log = logging.getLogger("subbyte_kernels")
 
 __all__ = [
     "MetricTerms",
+    "Places",
     "metric_terms",
     "pack_obstacle",
     "pack_tiles",
@@ -48,14 +50,16 @@ def pack_tiles(
     mean: Tensor | None,
     order: Order,
     signs: Tensor | None,
+    places: Places | None = None,
 ) -> Tensor:
     """Pack with the kernel where it can, else with the reference; arguments as theirs."""
     if pack_obstacle(states, fmt, signs) is None and signs is not None:
         try:
-            return pack_tiles_cuda(states, fmt, table, mean, order, signs)
+            return pack_tiles_cuda(states, fmt, table, mean, order, signs, places)
         except nvrtc.BuildError as problem:
             _log.warning("packing runs in plain PyTorch, which is slow (%s)", problem)
-    return pack_tiles_reference(states, fmt, table, rotation, mean, order, signs)
+    tiles = states if places is None else states[places]
+    return pack_tiles_reference(tiles, fmt, table, rotation, mean, order, signs)
 
 
 def unpack_tiles(
@@ -76,4 +80,4 @@ def unpack_tiles(
             return unpack_tiles_cuda(records, fmt, None if table is None else table[0], mean, dtype, order, signs)
         except nvrtc.BuildError as problem:
             _log.warning("unpacking runs in plain PyTorch, which is slow (%s)", problem)
-    return unpack_tiles_reference(records, fmt, table, table_rows, rotation, mean, dtype, order)
+    return unpack_tiles_reference(records, fmt, table, table_rows, rotation, mean, dtype, order, signs)

@@ -15,6 +15,7 @@ from subbyte_kernels.lanes import Order
 _MAX_HEAD_DIM = 256
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _SOURCE = Path(__file__).with_name("pack_tiles.cu")
+Places = tuple[Tensor, Tensor]  # heads and tiles, [M] int64 each
 _UNPACK_SOURCE = Path(__file__).with_name("unpack_tiles.cu")
 _MIN_CAPABILITY = {Encoding.FLOAT8: (8, 9)}  # the conversion to E4M3
 _LOOKUP_POINTS = 1 << 16  # of the lattice that 2-D codes are looked up on
@@ -128,35 +129,53 @@ def _lookup(table: Tensor, fmt: TileFormat, stream: int) -> Tensor:
     return lookup
 
 
+def placed(states: Tensor, places: Places | None) -> tuple[Tensor, Tensor | None]:
+    """Tiles as kernels read them: a tensor, and where each tile begins in it; None where they follow each other."""
+    if places is None:
+        return states.contiguous(), None
+    strides = states.stride()
+    width = 16 // states.element_size()  # of a load
+    if strides[2:] != (states.shape[-1], 1) or any(stride % width for stride in strides[:2]) or states.data_ptr() % 16:
+        return states[places].contiguous(), None
+    return states, places[0] * strides[0] + places[1] * strides[1]
+
+
 def pack_tiles_cuda(
-    states: Tensor, fmt: TileFormat, table: Tensor | None, mean: Tensor | None, order: Order, signs: Tensor
+    states: Tensor,
+    fmt: TileFormat,
+    table: Tensor | None,
+    mean: Tensor | None,
+    order: Order,
+    signs: Tensor,
+    places: Places | None = None,
 ) -> Tensor:
     """Quantize whole tiles and pack their codes; bit by bit what :func:`pack_tiles_reference` gives with ``signs``.
 
     Args:
-        states: ``[M, 128, D]`` fp16, bf16 or fp32, finite.
+        states: ``[M, 128, D]`` fp16, bf16 or fp32, finite; ``[H, n, 128, D]`` with ``places``.
         fmt: the layout.
         table: ``[entries, vector_dim]`` fp32, or None without a table.
         mean: ``[M, D]`` fp32 to remove first, or None.
         order: which lanes own the codes.
         signs: ``[D]`` fp32 of the rotation.
+        places: ``[M]`` head and tile of each tile that is packed; it is read where it lies.
 
     Returns:
         ``[M, record_words]`` int32.
     """
-    states = states.contiguous()
-    tiles, _, dim = states.shape
+    states, begins = placed(states, places)
+    tiles, dim = len(states if begins is None else begins), states.shape[-1]
     records = torch.empty(tiles, fmt.record_words(dim), dtype=torch.int32, device=states.device)
     table = None if table is None else table.float().contiguous()
     mean = None if mean is None else mean.float().contiguous()
-    assert states.shape[1] == TILE_TOKENS
+    assert states.shape[-2] == TILE_TOKENS
     stream = torch.cuda.current_stream(states.device).cuda_stream
     lookup = None
     if table is not None and fmt.vector_dim == 2:
         lookup = _lookup(table, fmt, stream)
-    pointers = (states, mean, signs, table, lookup, records)
+    pointers = (states, begins, mean, signs, table, lookup, records)
     units = 2 * tiles
-    params = struct.pack("<7Q", *(0 if tensor is None else tensor.data_ptr() for tensor in pointers), units)
+    params = struct.pack("<8Q", *(0 if tensor is None else tensor.data_ptr() for tensor in pointers), units)
     kernel, most, warps = _kernel(states.device.index, dim, fmt, order, states.dtype, mean is not None)
     kernel.launch((min(most, -(-units // warps)), 1, 1), params, stream)
     return records

@@ -18,7 +18,8 @@ constexpr int LOOKUP = DIM == 2 ? 65536 : 0;
 constexpr int SCORING = DIM == 4 ? ENTRIES * 16 : 0;
 
 struct Params {
-    const void *states;     // [M, 128, D]
+    const void *states;     // [M, 128, D], or wherever places say
+    const u64 *places;      // [M] where tiles begin, or null
     const float *mean;      // [M, D] or null
     const float *signs;     // [D]
     const float *table;     // [ENTRIES, DIM]
@@ -202,12 +203,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pack_tiles(const __grid
         take_mean(own, p.mean + unit / 2 * D);
 #endif
         uint4 raw[RAW];
-        load(raw, p.states, unit * UNIT + own.lane / LANES, own);
+        const u64 start = (p.places ? p.places[unit / 2] : unit / 2 * TILE * D) + ((unit & 1) * UNIT + own.lane / LANES) * D;
+        load(raw, p.states, start, own);
         for (int first = 0; first < UNIT; first += STEP) {
             const int token = first + own.lane / LANES;
             float x[OWN];
             rotate(x, raw, own);
-            if (first + STEP < UNIT) load(raw, p.states, unit * UNIT + token + STEP, own);
+            if (first + STEP < UNIT) load(raw, p.states, start + (first + STEP) * D, own);
             u32 codes[MINE / 4];
             const u16 scale = encode(codes, x, rows, own);
             put(stage, codes, token, own);

@@ -26,7 +26,8 @@ constexpr int STAGE_AT = STATES_AT + UNIT * PITCH * 4, SCALES_AT = STAGE_AT + ST
 static_assert(DIM > 1 && IN_LANES && WARPS == UNIT / TOKENS, "a block packs a unit of vector codes");
 
 struct Params {
-    const void *states;      // [M, 128, D]
+    const void *states;      // [M, 128, D], or wherever places say
+    const u64 *places;       // [M] where tiles begin, or null
     const float *mean;       // [M, D] or null
     const float *signs;      // [D]
     const float *table;      // [ENTRIES, DIM]
@@ -190,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) shape_tiles(const __grid_c
     u16 *scales = reinterpret_cast<u16 *>(shared + SCALES_AT);
     for (int i = threadIdx.x; i < ENTRIES * DIM; i += THREADS) reinterpret_cast<float *>(shared + TABLE_AT)[i] = p.table[i];
     __syncthreads();
-    const u64 head = p.heads[tile];
+    const u64 head = p.heads[tile], start = (p.places ? p.places[tile] : tile * TILE * D) + (unit & 1) * UNIT * D;
     Token token[2];
     float root[2];
     int place[2], part;
@@ -206,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) shape_tiles(const __grid_c
             token[k].x = reinterpret_cast<float *>(shared + STATES_AT) + place[k] * PITCH;
             token[k].codes = shared + CODES_AT + place[k] * CODES;
             uint4 raw[RAW];
-            load(raw, p.states, unit * UNIT + place[k], own);
+            load(raw, p.states, start + place[k] * D, own);
             float x[OWN], steps;
             rotate(x, raw, own);
             root[k] = __fmul_rn(root_mean_square(x, steps, own.lane), FACTOR);

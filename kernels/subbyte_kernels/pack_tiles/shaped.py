@@ -16,7 +16,7 @@ from torch import Tensor
 from subbyte_kernels import nvrtc
 from subbyte_kernels.formats import Encoding, TileFormat
 from subbyte_kernels.lanes import Order
-from subbyte_kernels.pack_tiles.cuda_kernel import defined_for, pack_obstacle
+from subbyte_kernels.pack_tiles.cuda_kernel import Places, defined_for, pack_obstacle, placed
 
 
 _SOURCE = Path(__file__).with_name("shape_tiles.cu")
@@ -104,11 +104,12 @@ def shape_tiles_cuda(
     order: Order,
     signs: Tensor,
     terms: MetricTerms,
+    places: Places | None = None,
 ) -> Tensor:
     """Quantize whole tiles under a metric and pack their codes.
 
     Args:
-        states: ``[M, 128, D]`` fp16, bf16 or fp32, finite.
+        states: ``[M, 128, D]`` fp16, bf16 or fp32, finite; ``[H, n, 128, D]`` with ``places``.
         heads: ``[M]`` int64 head of each tile.
         fmt: the layout; vector codes.
         table: ``[entries, vector_dim]`` fp32.
@@ -116,17 +117,19 @@ def shape_tiles_cuda(
         order: which lanes own the codes.
         signs: ``[D]`` fp32 of the rotation.
         terms: of the heads' metrics in the rotated space, for this table.
+        places: ``[M]`` head and tile of each tile that is packed.
 
     Returns:
         ``[M, record_words]`` int32.
     """
-    states, heads, table = states.contiguous(), heads.contiguous(), table.float().contiguous()
-    tiles, _, dim = states.shape
+    states, begins = placed(states, places)
+    heads, table = heads.contiguous(), table.float().contiguous()
+    tiles, dim = len(heads), states.shape[-1]
     records = torch.empty(tiles, fmt.record_words(dim), dtype=torch.int32, device=states.device)
     mean = None if mean is None else mean.float().contiguous()
     laid = (terms.feedback, terms.others, terms.metric, terms.blocks, terms.halves)
-    pointers = (states, mean, signs, table, heads, *laid, records)
-    params = struct.pack("<11Q", *(0 if tensor is None else tensor.data_ptr() for tensor in pointers))
+    pointers = (states, begins, mean, signs, table, heads, *laid, records)
+    params = struct.pack("<12Q", *(0 if tensor is None else tensor.data_ptr() for tensor in pointers))
     kernel = _kernel(states.device.index, dim, fmt, order, states.dtype, mean is not None)
     kernel.launch((2 * tiles, 1, 1), params, torch.cuda.current_stream(states.device).cuda_stream)
     return records

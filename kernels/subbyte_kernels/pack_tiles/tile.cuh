@@ -126,9 +126,10 @@ DEVICE void take_mean(Lane &own, const float *mean) {
 }
 #endif
 
-DEVICE void load(uint4 (&raw)[RAW], const void *states, u64 token, const Lane &own) {
-    const u64 at = (token * D + own.part * OWN) * (DTYPE == 0 ? 4 : 2);
-    const uint4 *from = reinterpret_cast<const uint4 *>(reinterpret_cast<const u8 *>(states) + at);
+// Of a token whose first channel lies at `at`.
+DEVICE void load(uint4 (&raw)[RAW], const void *states, u64 at, const Lane &own) {
+    const u64 byte = (at + own.part * OWN) * (DTYPE == 0 ? 4 : 2);
+    const uint4 *from = reinterpret_cast<const uint4 *>(reinterpret_cast<const u8 *>(states) + byte);
 #pragma unroll
     for (int i = 0; i < RAW; ++i) raw[i] = own.active ? __ldg(from + i) : make_uint4(0, 0, 0, 0);
 }
