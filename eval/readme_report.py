@@ -85,7 +85,7 @@ def memory() -> str:
     return table(["one sequence", "bf16, GiB", "packed, GiB", "of bf16"], lines)
 
 
-def latency() -> str:
+def latency_short() -> str:
     """``generate`` with one part after another switched on."""
     rows = _rows("latency")
     if not rows:
@@ -160,7 +160,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "headline": headline,
     "peers": peers,
     "memory": memory,
-    "latency": latency,
+    "latency_short": latency_short,
     "experts": experts,
     "distributed": distributed,
 }

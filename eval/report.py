@@ -30,6 +30,7 @@ import latency_report
 import readme_report
 import routing_report
 from quality import report as quality
+from quality.report import table
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,11 +42,6 @@ _MARK = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end report -->)", re.DOT
 
 def _load(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def demo() -> str:
@@ -65,7 +61,7 @@ def demo() -> str:
         ["bits a cached value, everything counted", "16", f"{packed['bits_total']:.2f}"],
         ["decoded tokens/s", f"{plain['tokens_per_s']:.1f}", f"{packed['tokens_per_s']:.1f}"],
     ]
-    return _table([f"{result['context']:,} tokens of context", "plain cache, bf16", "`entropy_subbyte`"], rows)
+    return table([f"{result['context']:,} tokens of context", "plain cache, bf16", "`entropy_subbyte`"], rows)
 
 
 def bench() -> str:
@@ -84,7 +80,7 @@ def bench() -> str:
     ]
     header = ["context", "prefill, s", "packing adds", "step, ms", "packed step, ms", "ratio"]
     conditions = ", ".join(f"{key} {value}" for key, value in result["conditions"].items())
-    return f"{_table(header, rows)}\n\nMedians of paired runs; {conditions}."
+    return f"{table(header, rows)}\n\nMedians of paired runs; {conditions}."
 
 
 def generate_speed() -> str:
@@ -103,7 +99,7 @@ def generate_speed() -> str:
     ]
     header = ["cache", "first token, ms", "ms a step, mean", "median", "times `dynamic` (mean)", "commit"]
     conditions = ", ".join(f"{key} {value}" for key, value in result["conditions"].items())
-    return f"{_table(header, rows)}\n\n{conditions}."
+    return f"{table(header, rows)}\n\n{conditions}."
 
 
 def decode_attention() -> str:
@@ -132,7 +128,7 @@ def decode_attention() -> str:
         for key, row in sorted(fastest.items())
     ]
     header = ["one layer, one token", "best bf16, us", "one format, us", "times faster", "of copy bandwidth"]
-    return _table([*header, "formats mixed to 2.5 bits, us", "times faster"], rows)
+    return table([*header, "formats mixed to 2.5 bits, us", "times faster"], rows)
 
 
 def tiers() -> str:
@@ -145,7 +141,7 @@ def tiers() -> str:
         ]
         for codec in codecs()
     ]
-    return _table(["tier", "bits a value at head_dim 128 (64)", "how"], rows)
+    return table(["tier", "bits a value at head_dim 128 (64)", "how"], rows)
 
 
 def training() -> str:
@@ -153,7 +149,7 @@ def training() -> str:
     result = _load(ROOT / "model_cards" / "subbyte-moe-31m" / "training_result.json")
     losses = [[key.removeprefix("val/"), f"{value:.2f}"] for key, value in result.items() if key.startswith("val/")]
     needles = [[key.removeprefix("niah@"), f"{value:.2f}"] for key, value in result.items() if key.startswith("niah@")]
-    return f"{_table(['held-out text', 'loss'], losses)}\n\n{_table(['needle: tokens of context', 'right'], needles)}"
+    return f"{table(['held-out text', 'loss'], losses)}\n\n{table(['needle: tokens of context', 'right'], needles)}"
 
 
 def quality_policies() -> str:
@@ -217,9 +213,9 @@ def roofline() -> str:
 
     rows = [[f"{name}, batch {batch}", *(cell(found, one) for one in gpus)] for (name, batch), found in cells.items()]
     bits = next(row["bits"] for row in result["rows"] if row["bits"] is not None)
-    table = _table(["ms a step at least, by GPUs", *map(str, gpus)], rows)
+    computed = table(["ms a step at least, by GPUs", *map(str, gpus)], rows)
     return (
-        f"{table}\n\n**Computed** from published configs, not measured: {result['rows'][0]['context']:,} tokens a "
+        f"{computed}\n\n**Computed** from published configs, not measured: {result['rows'][0]['context']:,} tokens a "
         f"row, bf16 cache / {bits:g} bits, - where it does not fit; {machine['name']}, every byte read once at "
         f"{machine['memory_rate'] / 1e12:.2f} TB/s, links at {machine['link_rate'] / 1e9:.0f} GB/s inside a node of "
         f"{machine['gpus_a_node']} and {machine['node_rate'] / 1e9:.0f} GB/s a GPU between nodes; launches and "
@@ -312,7 +308,7 @@ def _stale_plots(check: bool) -> list[Path]:
             if not check:
                 quality.plot_bits(rows, path)
     shown, path = routing_report.drawn_rows(routing_report.load(RESULTS / "routing.json")), RESULTS / "routing.png"
-    if shown and routing_report.is_stale(path, shown):
+    if shown and quality.is_stale(path, shown):
         stale.append(path)
         if not check:
             routing_report.plot(shown, path)

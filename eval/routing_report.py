@@ -1,12 +1,12 @@
 """Tables, sentences and the plot of ``eval/results/routing.json``; ``report.py`` places them."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+from quality.report import Row, digest, table
 
-Row = dict[str, Any]
+
 CLAIM = 0.85  # of transitions, the documents say
 _NATIVE, _SOFT, _HARD = "native", "soft", "hard"
 _COMPARED = ("random", "index")
@@ -46,12 +46,6 @@ def missing() -> str:
     return "Not measured yet: `python eval/routing.py eval/configs/routing.json`."
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """Markdown."""
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def short(result: dict[str, Any]) -> str:
     """The lines that decide, and what of the claim holds."""
     rows = [row for row in _averaged(result["rows"]) if _is_default(row)]
@@ -77,16 +71,6 @@ def full(result: dict[str, Any]) -> str:
 def drawn_rows(result: dict[str, Any]) -> list[Row]:
     """What the plot shows."""
     return [row for row in _averaged(result["rows"]) if row["clustering"] in ("traces", *_COMPARED)]
-
-
-def digest(rows: list[Row]) -> str:
-    """What the plot carries in its file, to tell whether it is stale."""
-    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def is_stale(path: Path, rows: list[Row]) -> bool:
-    """Whether the plot is not the one of these rows."""
-    return not path.exists() or digest(rows).encode() not in path.read_bytes()
 
 
 def plot(rows: list[Row], path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
 
 import routing_report
+from quality.report import is_stale
 
 
 def row(**own: Any) -> dict[str, Any]:
@@ -79,10 +80,10 @@ def test_everything_is_in_the_long_table() -> None:
 
 def test_the_plot_is_drawn_anew_where_rows_changed(tmp_path: Path) -> None:
     shown, path = routing_report.drawn_rows(RESULT), tmp_path / "routing.png"
-    assert routing_report.is_stale(path, shown)
+    assert is_stale(path, shown)
     routing_report.plot(shown, path)
-    assert not routing_report.is_stale(path, shown)
-    assert routing_report.is_stale(path, shown[1:])
+    assert not is_stale(path, shown)
+    assert is_stale(path, shown[1:])
 
 
 def test_without_a_file(tmp_path: Path) -> None:

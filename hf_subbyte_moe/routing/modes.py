@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_subbyte_moe.routing.selection import PROBABILITY, SIGMOID, Scores
 
 
-SUM_OF_TWO, MAXIMUM = "top2", "max"
+MAXIMUM = "max"
 _NEVER = float("-inf")
 
 
