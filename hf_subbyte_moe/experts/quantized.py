@@ -68,6 +68,12 @@ class PackedExperts(nn.Module):
         stand_in = StandIn(module, dict(zip(_NAMES, weights, strict=True)), self.num_experts)
         return packing.own_forward(stand_in, hidden_states, top_k_index.long(), top_k_weights)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        raise ValueError(
+            "packed experts are not saved: publish the model's own weights, and the option in its config.json packs "
+            "them when it is loaded"
+        )
+
 
 def unpacked(
     layout: ExpertLayout, gate_up: Tensor, down: Tensor, index: Tensor | None = None

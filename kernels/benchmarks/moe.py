@@ -1,0 +1,318 @@
+"""Time experts and routers of decode steps: ``python kernels/benchmarks/moe.py``.
+
+It needs a CUDA device, takes about 2 minutes and writes ``results/expert_mlp.json`` and ``router.json``. Weights are
+random, shapes are those of real models. Every call of a graph has other experts (a layer of Qwen3-30B-A3B has room
+for 16 calls that share none) or another router's matrix, so that nothing comes from the L2 cache. Experts are checked
+before they are timed: their error against fp32 may be twice that of PyTorch in the model's dtype; routers must choose
+the family's experts wherever their logits are equal. A row that is not right shows no time. ``stock`` is what
+Transformers' ``batched_mm`` and the families' routers compute, call by call, in the same kind of graph.
+
+``--smoke`` goes through everything with tiny shapes, on a CPU too, where the references are timed.
+"""
+
+import functools
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import results
+import torch
+import typer
+from baselines import brief, failures
+from results import Record, error_ratio, not_right
+from rich.console import Console
+from run import conditions_of
+from timing import Clock
+from torch import Tensor
+
+from subbyte_kernels.expert_mlp import (
+    ExpertCall,
+    ExpertFormat,
+    ExpertLayout,
+    expert_mlp,
+    expert_mlp_reference,
+    workspace_bytes,
+)
+from subbyte_kernels.router import RouterMatrix, RouterSpec, router, router_reference
+
+
+DTYPE = torch.bfloat16
+FORMATS = {"bf16": (ExpertFormat.MODEL, 32), "int4": (ExpertFormat.INT4, 32), "fp8": (ExpertFormat.FP8, 32)}
+TOKENS = (1, 2, 4, 8, 16)
+_CALLS = 16  # of a graph
+_CHECKED_EXPERTS = 16  # the reference unpacks what it reads
+_STOCK_TOKENS = 4  # more, and its copies of weights need more memory than there is
+_LAYERS = 48  # routers of a graph
+_console = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One layer's experts.
+
+    Attributes:
+        name: of the model.
+        hidden: H.
+        intermediate: I.
+        count: E.
+        top_k: K.
+        formats: that are timed.
+    """
+
+    name: str
+    hidden: int
+    intermediate: int
+    count: int
+    top_k: int
+    formats: tuple[str, ...] = ("bf16", "int4", "fp8")
+
+
+MODELS = (
+    Experts("Qwen3-30B-A3B", 2048, 768, 128, 8),
+    Experts("DeepSeek-V2-Lite", 2048, 1408, 64, 6),
+    Experts("Mixtral-8x7B", 4096, 14336, 8, 2),
+    Experts("Mixtral-8x22B", 6144, 16384, 8, 2, ("int4",)),
+)
+SMALL = (Experts("small", 64, 96, 8, 2),)
+
+
+@dataclass(frozen=True)
+class Router:
+    """One layer's router.
+
+    Attributes:
+        name: of the model.
+        experts: E.
+        hidden: H.
+        spec: what it does.
+    """
+
+    name: str
+    experts: int
+    hidden: int
+    spec: RouterSpec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its matrix."""
+        return torch.float32 if self.spec.float_logits else DTYPE
+
+
+_V2 = RouterSpec(6, float_logits=True, norm="none", sorted=False, float_weights=True)
+_V3 = RouterSpec(
+    8,
+    score="sigmoid",
+    float_logits=True,
+    groups=8,
+    groups_kept=4,
+    group_score="top2",
+    norm="sum_eps",
+    eps=1e-20,
+    scale=2.5,
+    sorted=False,
+    float_weights=True,
+)
+ROUTERS = (
+    Router("Qwen3-30B-A3B", 128, 2048, RouterSpec(8)),
+    Router("Mixtral-8x7B", 8, 4096, RouterSpec(2, float_weights=True)),
+    Router("DeepSeek-V2-Lite", 64, 2048, _V2),
+    Router("DeepSeek-V3", 256, 7168, _V3),
+    Router("gpt-oss-20b", 32, 2880, RouterSpec(4, score="logits", norm="softmax")),
+)
+SMALL_ROUTERS = (Router("small", 16, 64, RouterSpec(2)),)
+
+
+def random_slabs(layout: ExpertLayout, count: int, device: torch.device) -> Tensor:
+    """Slabs of plausible weights, without packing any."""
+    slabs = torch.empty(count, layout.slab_bytes, dtype=torch.uint8, device=device)
+    if not layout.packed:
+        slabs.view(layout.dtype).normal_(0, 0.02)
+        return slabs
+    slabs.random_(0, 256)
+    scale = torch.tensor([2.0**-8], dtype=torch.bfloat16, device=device).view(torch.uint8)
+    for part in layout.views(slabs):
+        blocks = part.unflatten(1, (-1, layout.block_bytes))
+        codes = layout.block_bytes - 16 * 128 // layout.scale_columns
+        blocks[..., codes:].unflatten(-1, (-1, 2)).copy_(scale)
+        if layout.format is ExpertFormat.FP8:
+            blocks[..., :codes] &= 0xB7  # neither NaN nor large
+    return slabs
+
+
+def stock(call: ExpertCall) -> Tensor:
+    """The experts as ``batched_mm`` computes them: weights gathered, then batched products."""
+    tokens, top_k = call.expert_ids.shape
+    ids = call.expert_ids.reshape(-1)
+    states = call.hidden.repeat_interleave(top_k, dim=0)
+    gate, up = torch.bmm(call.gate_up[ids], states.unsqueeze(-1)).squeeze(-1).chunk(2, dim=-1)
+    made = torch.bmm(call.down[ids], (torch.nn.functional.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+    weighted = made * call.expert_weights.reshape(-1, 1).to(made.dtype)
+    return weighted.view(tokens, top_k, -1).sum(1)
+
+
+class Run:
+    """Rows of both result files."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.clock, self.device = Clock(device), device
+        self.copy_gbs = self.clock.copy_gbs() if device.type == "cuda" else self.clock.copy_gbs(1 << 24)
+        self.conditions = conditions_of(device, self.copy_gbs)
+        self.experts: list[Record] = []
+        self.routers: list[Record] = []
+
+    def row(
+        self,
+        rows: list[Record],
+        named: Record,
+        calls: Sequence[Callable[[], object]],
+        size: int,
+        checked: Callable[[], Record],
+    ) -> None:
+        """Check, time, remember and show one line; ``size``: bytes that a call reads at least."""
+        found: Record = {}
+        us = again = failed = None
+        try:
+            found = checked()
+            failed = found.pop("wrong", None)
+            if failed is None:
+                timing = self.clock.time(calls)
+                us, again = timing.us, timing.us_again
+        except failures() as problem:
+            failed = brief(problem)
+        share = size / 1e3 / us / self.copy_gbs if us else None
+        timed = {"us": us, "us_again": again, "bytes": size, "copy_share": share, "failed": failed}
+        rows.append({**named, **timed, **found, "commit": self.conditions["commit"]})
+        what = "  ".join(str(value) for value in named.values())
+        _console.print(
+            f"{what:44s} {results.shown(us, '9.2f')} us  {results.shown(share, '.1%')} of copy  {failed or ''}"
+        )
+
+    def model(self, model: Experts, name: str, tokens: Sequence[int]) -> None:
+        """All numbers of tokens of one model's experts in one format."""
+        kind, group = FORMATS[name]
+        layout = ExpertLayout(kind, model.hidden, model.intermediate, DTYPE, group)
+        gate_up, down = layout.views(random_slabs(layout, model.count, self.device))
+        for count in tokens:
+            calls = self._calls(model, layout, gate_up, down, count)
+            distinct = sum(len(call.expert_ids.unique()) for call in calls) / len(calls)
+            size = int(distinct * (layout.gate_up_bytes + layout.matrix_bytes(model.hidden, model.intermediate)))
+            out = torch.empty_like(calls[0].hidden)
+            room = torch.empty(workspace_bytes(calls[0]), dtype=torch.uint8, device=self.device)
+            for backend in self._backends(layout, count):
+                named = {"model": model.name, "weights": name, "tokens": count, "backend": backend}
+                run = stock if backend == "stock" else functools.partial(_ours, out=out, room=room, backend=backend)
+                timed = [functools.partial(run, call) for call in calls]
+                check = functools.partial(self._check, run, calls[0])
+                self.row(self.experts, named, timed, size, check)
+                self.experts[-1]["distinct"] = distinct
+
+    def _calls(
+        self, model: Experts, layout: ExpertLayout, gate_up: Tensor, down: Tensor, tokens: int
+    ) -> list[ExpertCall]:
+        generator = torch.Generator().manual_seed(tokens)
+        order = torch.randperm(model.count, generator=generator)
+        calls = []
+        for number in range(_CALLS):
+            if tokens == 1:  # one after the other, so that neighbours share none
+                ids = order.roll(-number * model.top_k)[: model.top_k][None]
+            else:
+                ids = torch.rand(tokens, model.count, generator=generator).topk(model.top_k).indices
+            hidden = torch.randn(tokens, model.hidden, generator=generator).to(self.device, DTYPE)
+            weights = torch.rand(tokens, model.top_k, generator=generator).to(self.device)
+            calls.append(ExpertCall(hidden, ids.to(self.device), weights, gate_up, down, layout))
+        return calls
+
+    def _backends(self, layout: ExpertLayout, tokens: int) -> list[str]:
+        if self.device.type != "cuda":
+            return ["torch"]
+        return ["cuda", "triton", *(["stock"] if not layout.packed and tokens <= _STOCK_TOKENS else [])]
+
+    def _check(self, run: Callable[[ExpertCall], Tensor], call: ExpertCall) -> Record:
+        """Error beside that of PyTorch in the model's dtype, on a few of the experts."""
+        ids = call.expert_ids % min(_CHECKED_EXPERTS, call.gate_up.shape[0])
+        some = replace(call, expert_ids=ids)
+        right = expert_mlp_reference(replace(some, hidden=some.hidden.float()))
+        count = int(ids.max()) + 1
+        plain = call.layout.unpack(call.gate_up[:count], call.down[:count])
+        usual = stock(replace(some, gate_up=plain[0].to(DTYPE), down=plain[1].to(DTYPE)))
+        errors = [float((made.float() - right).norm() / right.norm()) for made in (run(some), usual)]
+        ratio = error_ratio(*errors)
+        wrong = f"error {errors[0]:.1e} is {results.shown(ratio, '.1f')} times PyTorch's" if not_right(ratio) else None
+        return {"error": errors[0], "plain_error": errors[1], "error_ratio": ratio, "wrong": wrong}
+
+    def route(self, model: Router, tokens: Sequence[int]) -> None:
+        """All numbers of tokens of one model's router."""
+        generator = torch.Generator(device=self.device).manual_seed(0)
+        shape = (model.experts, model.hidden)
+        matrices = [
+            RouterMatrix(
+                (torch.randn(shape, generator=generator, device=self.device) / model.hidden**0.5).to(model.dtype),
+                correction=torch.zeros(model.experts, device=self.device) if model.spec.score == "sigmoid" else None,
+            )
+            for _ in range(_LAYERS)
+        ]
+        for count in tokens:
+            states = torch.randn(count, model.hidden, generator=generator, device=self.device).to(DTYPE)
+            for backend in ("cuda", "triton", "stock") if self.device.type == "cuda" else ("torch",):
+                if backend == "stock":
+                    calls = [functools.partial(router_reference, states, matrix, model.spec) for matrix in matrices]
+                else:
+                    calls = [
+                        functools.partial(router, states, matrix, model.spec, backend=backend) for matrix in matrices
+                    ]
+                named = {"model": model.name, "tokens": count, "backend": backend}
+                size = matrices[0].weight.nbytes + states.nbytes
+                check = functools.partial(_check_router, model, states, matrices, backend)
+                self.row(self.routers, named, calls, size, check)
+
+
+def _ours(call: ExpertCall, out: Tensor, room: Tensor, backend: str) -> Tensor:
+    return expert_mlp(call, out, room, backend)
+
+
+def _check_router(model: Router, states: Tensor, matrices: list[RouterMatrix], backend: str) -> Record:
+    """Experts must be the family's where logits are equal; the share of tokens whose experts are."""
+    same = total = 0
+    for matrix in matrices:
+        right = router_reference(states, matrix, model.spec)
+        found = right if backend == "stock" else router(states, matrix, model.spec, backend=backend)
+        chosen = (found.index.sort(-1).values == right.index.sort(-1).values).all(-1)
+        if not bool(chosen[(found.logits == right.logits).all(-1)].all()):
+            return {"wrong": "it chooses other experts from equal logits"}
+        same, total = same + int(chosen.sum()), total + len(chosen)
+    return {"same_experts": same / total}
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = results.RESULTS,
+    only: Annotated[str, typer.Option(help="experts or router; both if it is not given.")] = "",
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Tiny shapes, seconds; writes to a temporary folder.")
+    ] = False,
+) -> None:
+    """Time experts and routers. Exits with 1 if any output is not right or any kernel cannot run."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type != "cuda" and not smoke:
+        raise typer.BadParameter("measuring needs a CUDA device; --smoke goes through everything on a CPU")
+    torch.set_float32_matmul_precision("highest")
+    folder = Path(tempfile.mkdtemp(prefix="moe_")) if smoke else out
+    run = Run(device)
+    tokens = (1, 3) if smoke else TOKENS
+    with torch.no_grad():
+        if only != "experts":
+            for place in SMALL_ROUTERS if smoke else ROUTERS:
+                run.route(place, tokens)
+            results.save({"conditions": run.conditions, "rows": run.routers}, folder / "router.json")
+        if only != "router":
+            for model in SMALL if smoke else MODELS:
+                for name in model.formats:
+                    run.model(model, name, tokens)
+                    results.save({"conditions": run.conditions, "rows": run.experts}, folder / "expert_mlp.json")
+    _console.print(f"numbers written to {folder}", soft_wrap=True)
+    raise typer.Exit(1 if any(line["failed"] for line in [*run.experts, *run.routers]) else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)
