@@ -1,8 +1,13 @@
-"""How the launches of the experts are cut: tuned configurations by device and shape."""
+"""How the launches of the experts are cut: tuned configurations by device and shape (``configs.json``)."""
 
+import json
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from subbyte_kernels.expert_mlp.layout import ExpertFormat, ExpertLayout
 
@@ -31,11 +36,44 @@ class CudaConfig:
     blocks_per_sm: int = 1
 
 
-@lru_cache(maxsize=256)
-def choose_config(device: int, layout: ExpertLayout, bucket: int, down: bool) -> CudaConfig:
-    """The default."""
-    del device
+def default_config(layout: ExpertLayout, bucket: int, down: bool) -> CudaConfig:
+    """What is right for every shape."""
     if layout.format is not ExpertFormat.MODEL:
         return CudaConfig(8, 2, 2, 6, 4)
     width = layout.intermediate if down else layout.hidden
     return CudaConfig(8, 4 if bucket <= 8 else 8, 4, 3, min(32, width // 32))
+
+
+@lru_cache(maxsize=1)
+def _tuned() -> dict[str, list[dict[str, Any]]]:
+    """Device name -> what was the fastest for some shapes."""
+    found: dict[str, list[dict[str, Any]]] = json.loads(_TUNED.read_text()) if _TUNED.exists() else {}
+    return found
+
+
+@lru_cache(maxsize=256)
+def choose_config(device: int, layout: ExpertLayout, bucket: int, down: bool) -> CudaConfig:
+    """The configuration that was tuned for the nearest shape of the same format and bucket of tokens.
+
+    A stage of whole rows fits one width alone, so that such a configuration is taken for that width only.
+    """
+    rows = [
+        row
+        for row in _tuned().get(torch.cuda.get_device_name(device), [])
+        if (row["format"], row["tokens"], row["down"]) == (layout.format.value, bucket, down) and _fits(row, layout)
+    ]
+    if not rows:
+        return default_config(layout, bucket, down)
+    nearest = min(
+        rows,
+        key=lambda row: (
+            abs(math.log(row["hidden"] / layout.hidden)) + abs(math.log(row["intermediate"] / layout.intermediate))
+        ),
+    )
+    return CudaConfig(*(int(nearest[name]) for name in CudaConfig.__dataclass_fields__))
+
+
+def _fits(row: dict[str, Any], layout: ExpertLayout) -> bool:
+    side = "intermediate" if row["down"] else "hidden"
+    whole = layout.format is ExpertFormat.MODEL and 32 * row["step"] >= row[side]
+    return not whole or row[side] == getattr(layout, side)

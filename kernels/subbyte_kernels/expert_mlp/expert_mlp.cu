@@ -146,12 +146,16 @@ DEVICE u32 float8_pair(u32 word) {
 
 // ---------------------------------------------------------------------------------------------- experts of a step
 
+// With one token, pairs are the list: every warp reads it for itself, so that streaming starts without a barrier of the
+// block. With several, all warps make one list together.
+constexpr bool ONE = MAX_TOKENS == 1;
+
 struct Lists {
-    int slot[MAX_LIST];  // of each pair, -1 where it is not computed
-    int first[MAX_LIST];  // the first pair with the same slot
-    u32 firsts[(MAX_LIST + 31) / 32];
-    int distinct[MAX_LIST];  // slots
-    float weight[DOWN ? 1 : MAX_LIST * MAX_TOKENS];
+    int slot[ONE ? 1 : MAX_LIST];   // of each pair, -1 where it is not computed
+    int first[ONE ? 1 : MAX_LIST];  // the first pair with the same slot
+    u32 firsts[ONE ? 1 : (MAX_LIST + 31) / 32];
+    int distinct[ONE ? WARPS + PRODUCERS : 1][MAX_LIST];  // slots; with one token -1 where nothing is computed
+    float weight[DOWN ? 1 : ONE ? WARPS * MAX_LIST : MAX_LIST * MAX_TOKENS];
     int count;
 };
 
@@ -167,13 +171,24 @@ DEVICE int rank_of(const Lists& lists, int pair) {
     return before + __popc(lists.firsts[pair / 32] & ((1u << (pair % 32)) - 1));
 }
 
+DEVICE int slot_of(const Params& p, int pair) {
+    const long long id = INDEX_BYTES == 8 ? ((const volatile long long*)p.index)[pair] : ((const volatile int*)p.index)[pair];
+    return id < 0 || id >= p.experts ? -1 : p.slots ? ((const volatile int*)p.slots)[id] : (int)id;
+}
+
+// The pairs of one token, for one warp.
+DEVICE void read_pairs(Lists& lists, const Params& p, int warp, int lane) {
+    for (int i = lane; i < TOP_K; i += 32) {
+        lists.distinct[warp][i] = max(slot_of(p, i), -1);
+        if (!DOWN && warp < WARPS) lists.weight[warp * TOP_K + i] = read_weight(p.weight, i);
+    }
+    __syncwarp();
+}
+
 // Distinct slots in the order of their first pair, and every token's weight in each.
 DEVICE void list_experts(Lists& lists, const Params& p, int pairs) {
     const int tid = threadIdx.x;
-    for (int i = tid; i < pairs; i += THREADS) {
-        const long long id = INDEX_BYTES == 8 ? ((const volatile long long*)p.index)[i] : ((const volatile int*)p.index)[i];
-        lists.slot[i] = id < 0 || id >= p.experts ? -1 : p.slots ? ((const volatile int*)p.slots)[id] : (int)id;
-    }
+    for (int i = tid; i < pairs; i += THREADS) lists.slot[i] = max(slot_of(p, i), -1);
     if (!DOWN)
         for (int i = tid; i < pairs * p.tokens; i += THREADS) lists.weight[i] = 0;
     __syncthreads();
@@ -190,7 +205,7 @@ DEVICE void list_experts(Lists& lists, const Params& p, int pairs) {
     for (int i = tid; i < pairs; i += THREADS)
         if (lists.slot[i] >= 0) {
             const int rank = rank_of(lists, lists.first[i]);
-            if (lists.first[i] == i) lists.distinct[rank] = lists.slot[i];
+            if (lists.first[i] == i) lists.distinct[0][rank] = lists.slot[i];
             if (!DOWN) atomicAdd(&lists.weight[rank * p.tokens + i / TOP_K], read_weight(p.weight, i));
         }
     if (tid == 0) {
@@ -205,24 +220,23 @@ DEVICE void list_experts(Lists& lists, const Params& p, int pairs) {
 
 // One contraction of an item: 16 rows of one expert.
 struct Part {
-    const u8* weights;  // the expert's
+    const u8* weights;  // the expert's, null where there is none
     int width;          // contracted indices
     int top, bottom;    // first of the upper and of the lower 8 rows
 };
 
-DEVICE int parts_of(const Lists& lists) { return DOWN ? lists.count + (SHARED_INTERMEDIATE > 0) : 1; }
-
-DEVICE Part part_of(const Lists& lists, const Params& p, int item, int part) {
+DEVICE Part part_of(const int* slots, int count, const Params& p, int item, int part) {
     Part made;
     const int entry = DOWN ? part : item / ITEM_TILES;
-    const bool is_shared = SHARED_INTERMEDIATE > 0 && entry >= lists.count;
-    made.weights = is_shared ? p.shared_weights : p.expert_weights + (u64)lists.distinct[is_shared ? 0 : entry] * p.expert_stride;
+    const bool is_shared = SHARED_INTERMEDIATE > 0 && entry >= count;
+    const int slot = slots[is_shared ? 0 : entry];
+    made.weights = is_shared ? p.shared_weights : ONE && slot < 0 ? nullptr : p.expert_weights + (u64)slot * p.expert_stride;
     if (DOWN) {
         made.width = is_shared ? SHARED_INTERMEDIATE : INTERMEDIATE;
         made.top = 16 * item;
         made.bottom = 16 * item + 8;
     } else {
-        const int tile = is_shared ? item - lists.count * ITEM_TILES : item % ITEM_TILES;
+        const int tile = is_shared ? item - count * ITEM_TILES : item % ITEM_TILES;
         made.width = HIDDEN;
         made.top = 8 * tile;
         made.bottom = (is_shared ? SHARED_INTERMEDIATE : INTERMEDIATE) + 8 * tile;
@@ -337,10 +351,10 @@ DEVICE void multiply_chunk(float (&sum)[TILES][4], const Columns& columns, u32 u
 
 // ---------------------------------------------------------------------------------------------- the end of an item
 
-DEVICE void finish_gate_up(const Lists& lists, const Params& p, const float* red, int item) {
+DEVICE void finish_gate_up(const float* weights, int count, const Params& p, const float* red, int item) {
     const int entry = item / ITEM_TILES;
-    const bool is_shared = SHARED_INTERMEDIATE > 0 && entry >= lists.count;
-    const int tile = is_shared ? item - lists.count * ITEM_TILES : item % ITEM_TILES;
+    const bool is_shared = SHARED_INTERMEDIATE > 0 && entry >= count;
+    const int tile = is_shared ? item - count * ITEM_TILES : item % ITEM_TILES;
     const int width = is_shared ? SHARED_INTERMEDIATE : INTERMEDIATE;
     u16* act = (u16*)p.act + (is_shared ? (u64)MAX_LIST * p.tokens * INTERMEDIATE : (u64)entry * p.tokens * INTERMEDIATE);
     for (int i = threadIdx.x; i < 8 * p.tokens; i += 32 * WARPS) {
@@ -351,7 +365,7 @@ DEVICE void finish_gate_up(const Lists& lists, const Params& p, const float* red
             gate += red[(warp * 16 + row) * COLUMNS + token];
             up += red[(warp * 16 + row + 8) * COLUMNS + token];
         }
-        const float weight = !is_shared ? lists.weight[entry * p.tokens + token]
+        const float weight = !is_shared ? weights[entry * p.tokens + token]
                              : p.shared_scale ? ((const volatile float*)p.shared_scale)[token] : 1.f;
         act[(u64)token * width + 8 * tile + row] = weight == 0.f ? 0 : to_model(weight * activation(gate) * up);
     }
@@ -381,18 +395,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MAX_TOKENS > 8 ? 1 : 2) ex
         for (int i = 0; i < STAGES; ++i) barrier_init(address_of(full + i), 1), barrier_init(address_of(empty + i), SPLIT);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
+    if (ONE) __syncthreads();  // barriers are there
     if (!DOWN) {
         asm volatile("griddepcontrol.wait;" ::: "memory");
         asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     }
-    list_experts(lists, p, p.tokens * TOP_K);
-    const int items = DOWN ? ITEM_TILES : lists.count * ITEM_TILES + SHARED_TILES;
-    const int parts = parts_of(lists);
+    if (ONE) read_pairs(lists, p, warp, lane);
+    else list_experts(lists, p, p.tokens * TOP_K);
+    const int count = ONE ? TOP_K : lists.count;
+    const int* slots = lists.distinct[ONE ? warp : 0];
+    const float* weights = lists.weight + (ONE && !DOWN && warp < WARPS ? warp * TOP_K : 0);
+    const int items = DOWN ? ITEM_TILES : count * ITEM_TILES + SHARED_TILES;
+    const int parts = DOWN ? count + (SHARED_INTERMEDIATE > 0) : 1;
     if (warp >= WARPS) {
         int stage = 0;
         for (int item = blockIdx.x; item < items; item += gridDim.x)
             for (int index = 0; index < parts; ++index) {
-                const Part part = part_of(lists, p, item, index);
+                const Part part = part_of(slots, count, p, item, index);
+                if (ONE && !part.weights) continue;
                 for (int chunk = 0; chunk < chunks_of(part.width); chunk += STEP, ++stage) {
                     if (stage % PRODUCERS != warp - WARPS) continue;
                     const int place = stage % STAGES;
@@ -410,8 +430,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MAX_TOKENS > 8 ? 1 : 2) ex
     for (int item = blockIdx.x; item < items; item += gridDim.x, turn ^= 1) {
         float sum[2][TILES][4] = {};  // two, so that products need not wait for each other
         for (int index = 0; index < parts; ++index) {
-            const int width = part_of(lists, p, item, index).width;
-            const bool is_shared = SHARED_INTERMEDIATE > 0 && index >= lists.count;
+            const Part part = part_of(slots, count, p, item, index);
+            if (ONE && !part.weights) continue;
+            const int width = part.width;
+            const bool is_shared = SHARED_INTERMEDIATE > 0 && index >= count;
             const u8* source = !DOWN ? p.hidden
                 : p.act + 2 * (is_shared ? (u64)MAX_LIST : (u64)index) * p.tokens * INTERMEDIATE;
             for (int chunk = 0; chunk < chunks_of(width); chunk += STEP, ++stage) {
@@ -445,6 +467,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MAX_TOKENS > 8 ? 1 : 2) ex
         }
         asm volatile("bar.sync 1, %0;" :: "n"(32 * WARPS) : "memory");
         if (DOWN) finish_down(p, red + turn * RED_FLOATS, item);
-        else finish_gate_up(lists, p, red + turn * RED_FLOATS, item);
+        else finish_gate_up(weights, count, p, red + turn * RED_FLOATS, item);
     }
 }
