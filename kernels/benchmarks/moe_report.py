@@ -1,4 +1,4 @@
-"""The tables of ``results/expert_mlp.json`` and ``results/router.json`` on the kernels' page: ``python moe_report.py``.
+"""Tables of ``results/expert_mlp.json`` and ``results/router.json`` on the kernels' page: ``python moe_report.py``.
 
 A page marks where they go; what stands between the marks is replaced:
 
