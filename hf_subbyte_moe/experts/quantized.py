@@ -22,7 +22,7 @@ from hf_subbyte_moe.ops_moe import ExpertFormat, ExpertLayout, expert_mlp
 
 PACKED = "_hf_subbyte_moe_packed"
 _NAMES = ("gate_up_proj", "down_proj")
-_EXPERTS_AT_ONCE = 4  # packed or unpacked together: what that needs beside the layer
+_ELEMENTS_AT_ONCE = 1 << 27  # packed or unpacked together: what that needs beside the layer
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,17 @@ def unpacked(
         needed = list(range(count))
     else:
         needed = [expert for expert in index.unique().tolist() if 0 <= expert < count]
-    for start in range(0, len(needed), _EXPERTS_AT_ONCE):
-        some = needed[start : start + _EXPERTS_AT_ONCE]
+    together = _at_once(3 * layout.intermediate * layout.hidden)
+    for start in range(0, len(needed), together):
+        some = needed[start : start + together]
         for target, weights in zip(made, layout.unpack(gate_up[some], down[some]), strict=True):
             target[some] = weights.to(layout.dtype)
     return made
+
+
+def _at_once(elements: int) -> int:
+    """Experts of so many elements that are packed or unpacked together."""
+    return max(1, _ELEMENTS_AT_ONCE // elements)
 
 
 def layout_of(experts: nn.Module, weights: str) -> ExpertLayout:
@@ -168,11 +174,10 @@ def _packed_rows(
     plain: list[Tensor] = [getattr(module, name).detach() for name in _NAMES]
     rows: list[Tensor] = []
     for weight in plain:
+        together = _at_once(weight[0].numel())
         some = (
-            layout.pack_matrix(weight[start : start + _EXPERTS_AT_ONCE].to(through or weight.device)).to(
-                to or weight.device
-            )
-            for start in range(0, weight.shape[0], _EXPERTS_AT_ONCE)
+            layout.pack_matrix(weight[start : start + together].to(through or weight.device)).to(to or weight.device)
+            for start in range(0, weight.shape[0], together)
         )
         rows.append(torch.cat(list(some)))
     return rows[0], rows[1]
