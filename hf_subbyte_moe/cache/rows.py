@@ -68,6 +68,7 @@ class RowCodecs:
         self._by_queries = codebook == "queries" and not latent
         self._moments = torch.zeros(0)
         self._seen: NDArray[np.int64] = np.zeros(batch, dtype=np.int64)  # queries in each row's moments
+        self._shapings: dict[int, Shaping] = {}  # of rows whose moments did not change since
         if self._by_queries:
             self._moments = torch.zeros(batch, heads, key_dim, key_dim, dtype=torch.float16, device=device)
         self._metric = None if metric is None else metric.to(device)
@@ -118,7 +119,9 @@ class RowCodecs:
             rotation = self.rotations[KEYS]
             metric = self.balance.of_metric(self._metric.float(), row)
             return Shaping(rotation @ metric @ rotation.t())
-        return Shaping(self._moments[row]) if self._seen[row] else None
+        if self._seen[row] and row not in self._shapings:
+            self._shapings[row] = Shaping(self._moments[row].clone())
+        return self._shapings.get(row)
 
     def see_queries(self, row: int, queries: PromptQueries) -> None:
         """Let a row's keys know its own queries ``[1, HQ, q, D]``: those of a prompt, or of a piece of it."""
@@ -132,6 +135,7 @@ class RowCodecs:
         share = tokens / (tokens + int(self._seen[row]))
         self._moments[row] = torch.lerp(self._moments[row].float(), moment, share).to(self._moments.dtype)
         self._seen[row] += tokens
+        self._shapings.pop(row, None)
 
     def fit(self, row: int, key: Tensor, value: Tensor, freeze: bool) -> None:
         """Fit a row's mean and tables to tokens ``[H, N, D]``, unless they are frozen."""
@@ -169,6 +173,7 @@ class RowCodecs:
         self.balance.select_rows(rows)
         order = rows.cpu().numpy()
         self.frozen, self._seen = self.frozen[order], self._seen[order]
+        self._shapings.clear()
         if self._by_queries:
             self._moments = self._moments.index_select(0, rows)
         for tables in self._tables:
@@ -198,6 +203,7 @@ class RowCodecs:
             self._tables[side][tier] = state[name]
         if self._by_queries:
             self._moments, self._seen = state["moments"], state["seen"].cpu().numpy()
+            self._shapings.clear()
 
     def table_bytes(self) -> int:
         """Bytes of codebooks, centroids, factors and moments of queries; a universal codebook serves both sides."""

@@ -76,7 +76,8 @@ class Shaping:
     @cached_property
     def _factor(self) -> Tensor:
         """Lower triangular, ``metric = factor' factor``: a channel's row names those before it alone."""
-        factor: Tensor = torch.linalg.cholesky(self.metric.flip(-1, -2)).flip(-1, -2).transpose(-1, -2)
+        lower = torch.linalg.cholesky_ex(self.metric.flip(-1, -2)).L  # damped: it exists, and nobody waits to know
+        factor: Tensor = lower.flip(-1, -2).transpose(-1, -2)
         return factor
 
     def terms(self, codec: Codec, table: Tensor) -> MetricTerms:
