@@ -7,8 +7,8 @@ from typing import Any
 
 
 Row = dict[str, Any]
-_ORDER = ("stock default", "stock static compiled", "cache", "+ attention", "+ graph", "+ fused kernels")
-_STOCK = _ORDER[:2]
+_STOCK = ("stock default", "stock static compiled")
+_ORDER = (*_STOCK, "cache", "+ attention", "+ experts", "+ router", "+ graph", "+ fused kernels")
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,22 +28,28 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_subbyte_moe
 from hf_subbyte_moe.cli.demo import JsonFile
-from hf_subbyte_moe.cli.shapes import SHAPES, random_model
+from hf_subbyte_moe.cli.shapes import SHAPES, random_model, random_packed_model
 from hf_subbyte_moe.compat import cache_of
 from hf_subbyte_moe.roofline import Shape, shape_of
 
 
 STOCK, STATIC = "stock default", "stock static compiled"
+_EXPERTS: dict[str, Any] = {"experts": {}}
+_ROUTERS: dict[str, Any] = {**_EXPERTS, "routing": {"mode": "native"}}
 _OURS: dict[str, dict[str, Any]] = {
     "cache": {"kv_cache": {"backend": "torch"}},
     "+ attention": {"kv_cache": {}},
-    "+ graph": {"kv_cache": {}, "decode": {"cuda_graph": True, "fused": False}},
-    "+ fused kernels": {"kv_cache": {}, "decode": {"cuda_graph": True}},
+    "+ experts": {"kv_cache": {}, **_EXPERTS},
+    "+ router": {"kv_cache": {}, **_ROUTERS},
+    "+ graph": {"kv_cache": {}, **_ROUTERS, "decode": {"cuda_graph": True, "fused": False}},
+    "+ fused kernels": {"kv_cache": {}, **_ROUTERS, "decode": {"cuda_graph": True}},
 }
 SYSTEMS = (STOCK, STATIC, *_OURS)
 _WARM_UP = 6  # tokens that are not counted: kernels are built and steps captured
 _SLOW_TOKENS = 24  # of systems whose every token takes long
 _COPY_BYTES = 4 << 30
+_BF16 = "bf16"
+_WEIGHT_BITS = {_BF16: 16.0, "int4": 4.5, "int4-g64": 4.25, "fp8": 8.125}  # of an expert's weights, scales included
 
 
 @dataclass(frozen=True)
@@ -165,19 +171,24 @@ def roofline_ms(shape: Shape, batch: int, cache_bytes: int, rate: float) -> floa
     return float(1e3 * (weights + cache_bytes) / rate)
 
 
-def _run(model: PreTrainedModel, system: str, ids: Tensor, tokens: int, cache: dict[str, Any]) -> Measured:
+def _run(
+    model: PreTrainedModel, system: str, ids: Tensor, tokens: int, cache: dict[str, Any], weights: str
+) -> Measured:
     """One system: the model as it has to be for it, and as it was afterwards."""
     slow = min(tokens, _SLOW_TOKENS)
     if system == STOCK:
         return measure(model, ids, slow, {"cache_implementation": "dynamic"})
     if system == STATIC:
         return measure(model, ids, tokens, {"cache_implementation": "static"})
-    options = _OURS[system]
-    hf_subbyte_moe.apply(model, {**options, "kv_cache": {**cache, **options["kv_cache"]}})
+    options = {**_OURS[system], "kv_cache": {**cache, **_OURS[system]["kv_cache"]}}
+    if weights != _BF16:
+        options["experts"] = {"weights": weights}
+    hf_subbyte_moe.apply(model, options)
     try:
         return measure(model, ids, tokens if "decode" in options else slow, {})
     finally:
-        hf_subbyte_moe.restore(model)
+        if weights == _BF16:  # packed weights would be unpacked
+            hf_subbyte_moe.restore(model)
 
 
 class _Rows:
@@ -224,6 +235,7 @@ def bench_latency(
     system: Annotated[list[str] | None, typer.Option(help=f"One of {list(SYSTEMS)}; repeat. All by default.")] = None,
     tokens: Annotated[int, typer.Option(min=16, help="Tokens to generate.")] = 96,
     policy: Annotated[str, typer.Option(help="What chooses the cache's tiers.")] = "error",
+    weights: Annotated[str, typer.Option(help=f"Of experts: one of {list(_WEIGHT_BITS)}.")] = _BF16,
     layers: Annotated[int | None, typer.Option(min=1, help="So many of the model's layers; all by default.")] = None,
     commit: Annotated[str, typer.Option(envvar="BENCH_COMMIT", help="What was measured.")] = "",
     json_file: JsonFile = None,
@@ -231,8 +243,9 @@ def bench_latency(
     """Time generate(): stock, and with each of our parts added (needs a CUDA device)."""
     if not torch.cuda.is_available():
         raise typer.BadParameter("bench latency needs a CUDA device")
-    systems = system or list(SYSTEMS)
-    for given, known in ((model or [], list(SHAPES)), (systems, list(SYSTEMS))):
+    ours = list(_OURS) if weights != _BF16 else list(SYSTEMS)
+    systems = system or ours
+    for given, known in ((model or [], list(SHAPES)), (systems, ours), ([weights], list(_WEIGHT_BITS))):
         for name in given:
             if name not in known:
                 raise typer.BadParameter(f"{name!r} is not one of {known}")
@@ -241,28 +254,35 @@ def bench_latency(
     rate = copy_rate(device)
     torch.cuda.empty_cache()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    conditions = {**versions, "package": hf_subbyte_moe.__version__, "copy_bytes_a_second": rate, "policy": policy}
+    conditions = {**versions, "package": hf_subbyte_moe.__version__, "copy_bytes_a_second": rate}
     rows = _Rows(json_file, conditions)
     for name in model or ["Qwen3-30B-A3B"]:
-        loaded = random_model(name, layers, device)
-        shape = shape_of(loaded.config, name)
+        loaded = _make(name, weights, layers, device)
+        shape = shape_of(SHAPES[name](**({} if layers is None else {"num_hidden_layers": layers})), name)
+        shape = replace(shape, expert_bytes=shape.expert_bytes * _WEIGHT_BITS[weights] / _WEIGHT_BITS[_BF16])
         for size, length in itertools.product(batch or [1], context or [1024]):
             generator = torch.Generator().manual_seed(length)
             ids = torch.randint(5, loaded.config.vocab_size, (size, length), generator=generator).to(device)
             for which in systems:
-                cell = {"model": name, "weights": "bf16", "context": length, "batch": size, "system": which}
+                cell = {"model": name, "weights": weights, "context": length, "batch": size, "system": which}
                 try:
-                    measured = _run(loaded, which, ids, tokens, {"policy": policy})
+                    measured = _run(loaded, which, ids, tokens, {"policy": policy}, weights)
                 except torch.cuda.OutOfMemoryError as problem:
                     console.print(f"{cell}: {str(problem).splitlines()[0]}")
                     continue
                 limit = roofline_ms(shape, size, measured.cache_bytes, rate)
-                rows.add(_row(measured, limit, commit, **cell, layers=len(shape.layers)))
+                rows.add(_row(measured, limit, commit, **cell, layers=len(shape.layers), policy=policy))
                 console.print(f"{cell} {rows.rows[-1]['ms_generate']:.2f} ms")
         del loaded
         gc.collect()
         torch.cuda.empty_cache()
     console.print(_table(rows.rows))
+
+
+def _make(name: str, weights: str, layers: int | None, device: torch.device) -> PreTrainedModel:
+    if weights == _BF16:
+        return random_model(name, layers, device)
+    return random_packed_model(name, weights, layers, device)
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
