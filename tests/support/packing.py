@@ -91,6 +91,7 @@ def packed_side(
     spare_slots: int = 0,
     own_tables: dict[int, Tensor] | None = None,
     order: Order = Order.KEYS,
+    raw: torch.dtype | None = None,
 ) -> tuple[PackedTiles, Tensor]:
     """Pack one side and decode it again, tile by tile.
 
@@ -101,6 +102,7 @@ def packed_side(
         spare_slots: slots of 0xFF bytes around each record in its pool.
         own_tables: tier id -> ``[B or 1, H or 1, entries, vector_dim]`` in place of the universal tables.
         order: which lanes own the codes.
+        raw: dtype of what the tier ``exact`` stores; that of ``states`` if None.
 
     Returns:
         The packed side, and ``[B, H, T, 128, D]`` fp32 what every record alone unpacks to, zero where no tile is.
@@ -117,6 +119,8 @@ def packed_side(
             for tile, name in enumerate(tiers[row][head]):
                 codec = get_codec(name)
                 one = states[row, head, tile][None]
+                if raw is not None and codec.format.encoding is Encoding.RAW:
+                    one = one.to(raw)
                 table = pack_table(codec, one)
                 if codec.tier_id in tables:
                     whole = tables[codec.tier_id].expand(rows, heads, -1, -1)[row, head].float()
@@ -124,7 +128,7 @@ def packed_side(
                 centre = None if mean is None else mean[row, head][None]
                 record = pack_tiles_reference(one, codec.format, table, turn, centre, order)
                 unpacked = unpack_tiles_reference(
-                    record, codec.format, *unpack_table(codec, table), turn, centre, states.dtype, order
+                    record, codec.format, *unpack_table(codec, table), turn, centre, one.dtype, order
                 )
                 dense[row, head, tile] = unpacked[0].float()
                 pool = pools.setdefault(codec.tier_id, [])
