@@ -5,15 +5,19 @@ import torch
 
 from hf_subbyte_moe.codecs import codecs, get_codec
 from hf_subbyte_moe.codecs.rotation import rotation_signs
+from hf_subbyte_moe.codecs.shaping import Shaping, pack_shaped
 from subbyte_kernels import nvrtc
 from subbyte_kernels import pack_tiles as pack_module
 from subbyte_kernels.formats import TILE_TOKENS, kernel_kind
-from subbyte_kernels.lanes import Order, pack_tile_codes
+from subbyte_kernels.lanes import Order, pack_tile_codes, unpack_tile_codes
 from subbyte_kernels.pack_tiles import (
+    metric_terms,
     pack_obstacle,
     pack_tiles,
     pack_tiles_cuda,
     pack_tiles_reference,
+    shape_obstacle,
+    shape_tiles_cuda,
     unpack_obstacle,
     unpack_tiles_cuda,
     unpack_tiles_reference,
@@ -179,3 +183,89 @@ def test_records_and_states_are_those_of_the_reference(
     back = unpack_tiles_cuda(found, fmt, moved[1], moved[2], dtype, order, moved[3]).cpu()
     tables = unpack_table(codec, table)
     assert torch.equal(back, unpack_tiles_reference(expected, fmt, *tables, turn, mean, dtype, order, signs))
+
+
+SHAPED = ["vq4", "vq3", "vq2", "vq175"]
+
+
+def skewed(head_dim: int) -> torch.Tensor:
+    """``[2, D, D]`` moments whose eigenvalues differ by a factor of a thousand."""
+    basis = torch.linalg.qr(gaussian(2, head_dim, head_dim, seed=9)).Q
+    return (basis * torch.logspace(0, -3, head_dim)) @ basis.transpose(-1, -2)
+
+
+@pytest.mark.parametrize("dim", [16, 64])
+@pytest.mark.parametrize("width", [2, 4])
+def test_a_metric_laid_out_for_the_kernel_says_what_it_said(dim: int, width: int) -> None:
+    """Pulls and costs of entries from the strips, against the metric and its factor themselves."""
+    shaping, table = Shaping(skewed(dim)), gaussian(8, width, seed=1)
+    metric, factor = shaping.metric, shaping._factor
+    terms = metric_terms(metric, factor, table)
+    error, group = gaussian(2, 3, dim, seed=2), dim // width // 2
+    low, high = group * width, (group + 1) * width
+    laid = {
+        name: getattr(terms, name).transpose(1, 2).reshape(2, dim, dim) for name in ("feedback", "others", "metric")
+    }
+    own = factor[:, low:high, low:high]
+    first = error[..., :low] @ factor[:, low:high, :low].transpose(-1, -2) @ own
+    torch.testing.assert_close(error @ laid["feedback"][..., low:high], first, rtol=1e-4, atol=1e-5)
+    second = error @ metric[..., low:high] - error[..., low:high] @ metric[:, low:high, low:high]
+    torch.testing.assert_close(error @ laid["others"][..., low:high], second, rtol=1e-4, atol=1e-5)
+    assert torch.equal(laid["metric"], metric)
+    for number, block in enumerate((own.transpose(-1, -2) @ own, metric[:, low:high, low:high])):
+        torch.testing.assert_close(terms.blocks[:, number, group], block)
+        halves = 0.5 * ((table @ block) * table).sum(-1)
+        torch.testing.assert_close(terms.halves[:, number, group], halves, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("tier", SHAPED)
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_codes_under_a_metric_cost_what_the_references_do(tier: str, head_dim: int, dtype: torch.dtype) -> None:
+    """Most tokens have the same codes; where two entries cost the same, another one and what follows from it."""
+    codec, order = get_codec(tier), Order.KEYS
+    tiles, mean, heads = awkward_tiles(head_dim, dtype), gaussian(9, head_dim, seed=3), torch.arange(9) % 2
+    table, turn, signs = pack_table(codec, tiles), rotation(head_dim), rotation_signs(head_dim, CPU)
+    assert table is not None
+    shaping = Shaping(skewed(head_dim))
+    expected = pack_shaped(tiles, heads, codec, table, turn, mean, order, shaping)
+    moved = [part.cuda() for part in (tiles, heads, table, mean, signs)]
+    assert shape_obstacle(moved[0], codec.format, moved[4]) is None
+    terms = metric_terms(shaping.metric.cuda(), shaping._factor.cuda(), moved[2])
+    found = shape_tiles_cuda(*moved[:2], codec.format, moved[2], moved[3], order, moved[4], terms).cpu()
+    words = codec.format.code_words(head_dim)
+    codes = [
+        unpack_tile_codes(r[:, :words].contiguous(), codec.format.code_bits, order, head_dim)
+        for r in (expected, found)
+    ]
+    assert (codes[0] == codes[1]).all(-1).float().mean() > 0.9
+    tables = unpack_table(codec, table)
+    costs = []
+    for records in (expected, found):
+        states = unpack_tiles_reference(records, codec.format, *tables, turn, mean, torch.float32, order)
+        error = (states - tiles.float()) @ turn.t()
+        costs.append(((error @ shaping.metric[heads]) * error).sum(-1).mean(-1))
+    torch.testing.assert_close(costs[1], costs[0], rtol=5e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ),
+    ],
+)
+def test_tiles_are_packed_where_they_lie(device: str) -> None:
+    states = gaussian(2, 5 * TILE_TOKENS + 40, 64, seed=1).to(device, torch.bfloat16)[:, 40:]
+    blocks = states.unflatten(1, (-1, TILE_TOKENS))
+    places = (torch.tensor([1, 0, 1, 1], device=device), torch.tensor([4, 2, 0, 3], device=device))
+    codec, signs = get_codec("vq2"), rotation_signs(64, torch.device(device))
+    table = pack_table(codec, states)
+    assert table is not None
+    given = (codec.format, table.to(device), rotation(64).to(device), None, Order.KEYS, signs)
+    assert torch.equal(pack_tiles(blocks, *given, places), pack_tiles(blocks[places], *given))
