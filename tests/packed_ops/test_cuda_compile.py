@@ -59,6 +59,7 @@ def test_decode_attention(
         bf16=head_dim == 128,
         config=decode.CudaConfig(warps, 1),
         tiers=(tuple(tiers[: len(keys)]), tuple(tiers[len(keys) :])),
+        pairs=tuple((key, value) for key in range(len(keys)) for value in range(len(values))),
         tables=tuple(tables),
     )
     text = nvrtc.full_text(decode._SOURCE, variant.defined())
@@ -76,7 +77,7 @@ def test_every_tier_is_compiled_on_both_sides() -> None:
 
 def test_decode_attention_without_tiles() -> None:
     config = decode.CudaConfig(8, 1)
-    variant = decode._Variant(0, 128, 2, bf16=False, config=config, tiers=((), ()), tables=())
+    variant = decode._Variant(0, 128, 2, bf16=False, config=config, tiers=((), ()), pairs=(), tables=())
     assert nvrtc.compile_source(nvrtc.full_text(decode._SOURCE, variant.defined()), "decode_attention.cu", "sm_90")
 
 

@@ -175,6 +175,20 @@ class _Rounds:
         return made
 
 
+def extend_blocks(blocks: NDArray[np.int32], units: NDArray[np.int64], heads: int) -> NDArray[np.int32]:
+    """Blocks of rows that have grown a little since they were cut: the last block of each takes what is new.
+
+    Args:
+        blocks: ``[blocks, 7]`` as :func:`cut_rows` makes them.
+        units: ``[B * H]`` units of each (row, head) now, none less than when they were cut.
+        heads: H.
+    """
+    extended = blocks.copy()
+    last = blocks[:, 2] == blocks[:, 3] - 1
+    extended[last, 5] = units[blocks[last, 0] * heads + blocks[last, 1]]
+    return extended
+
+
 def union_of_blocks(blocks: NDArray[np.int32], wanted: NDArray[np.int32], heads: int) -> NDArray[np.int32]:
     """What the tiles of each block want together.
 

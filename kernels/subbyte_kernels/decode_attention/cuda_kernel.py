@@ -86,8 +86,8 @@ class _Variant:
         quads: groups of four queries.
         bf16: the model's dtype is bf16, else fp16.
         config: how a launch is cut.
-        tiers: per side, for each tier its number, kind and the index of its table (-1 without one); every pair of them
-            has a loop of its own.
+        tiers: per side, for each tier its number, kind and the index of its table (-1 without one).
+        pairs: places in ``tiers`` of the pairs that have a loop of their own.
         tables: entries and vector_dim of each table, the largest first.
     """
 
@@ -97,6 +97,7 @@ class _Variant:
     bf16: bool
     config: CudaConfig
     tiers: tuple[tuple[tuple[int, str, int], ...], ...]
+    pairs: tuple[tuple[int, int], ...]
     tables: tuple[tuple[int, int], ...]
 
     @property
@@ -115,7 +116,7 @@ class _Variant:
         sides = [
             " ".join(f"TIER({index}, {tier}, {kind})" for index, tier, kind, _ in side) for side in (keys, values)
         ]
-        pairs = [", ".join(str(part) for part in (*key, *value)) for key in keys for value in values]
+        pairs = [", ".join(str(part) for part in (*keys[key], *values[value])) for key, value in self.pairs]
         return {
             "HEAD_DIM": self.head_dim,
             "QUADS": self.quads,
@@ -169,6 +170,7 @@ def _variant(plan: Plan, query: Tensor, group: int, config: CudaConfig) -> _Vari
         bf16=query.dtype == torch.bfloat16,
         config=config,
         tiers=plan.tiers,
+        pairs=plan.pairs,
         tables=plan.tables,
     )
 

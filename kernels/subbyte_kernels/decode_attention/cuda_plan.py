@@ -30,6 +30,7 @@ class Plan:
     Attributes:
         obstacle: why the kernel cannot read them, or None.
         tiers: per side, for each tier that its pages name its number, kind and index of its table (-1 without one).
+        pairs: places in ``tiers`` of the pairs that tiles have: a loop each, and those of other pairs are no code.
         tables: entries and vector_dim of each table, the largest first.
         pointers: addresses of pages, mean and signs.
         strides: of the pages.
@@ -43,6 +44,7 @@ class Plan:
         self.launches: dict[Any, Any] = {}
         self.obstacle: str | None = None
         self.tiers: tuple[tuple[tuple[int, str, int], ...], ...] = ((), ())
+        self.pairs: tuple[tuple[int, int], ...] = ()
         self.tables: tuple[tuple[int, int], ...] = ()
         self.pointers = [0] * 5
         self.strides = [0, 0]
@@ -83,10 +85,19 @@ class Plan:
             kinds = ((tier, kernel_kind(side.formats[tier]) or "", places.get(tier, -1)) for tier in side.pools)
             tiers.append(tuple(kinds))
         self.tiers = tuple(tiers)
+        self.pairs = self._used_pairs()
         pools = [[pool.data_ptr() for pool in side.pools.values()] for side in (keys, values)]
         fields = [*pools, *([identity[part] for identity in identities] for part in range(3))]
         self.ends = [value for field in fields for value in field or [0]]
         self._held += [tensor for side in (keys, values) for tensor in (*side.pools.values(), *side.tables.values())]
+
+    def _used_pairs(self) -> tuple[tuple[int, int], ...]:
+        places = [{tier: place for place, (tier, _, _) in enumerate(side)} for side in self.tiers]
+        if min(map(len, places)) == 0 or max(map(len, places)) == 1:  # one pair, whatever the pages say
+            return tuple((key, value) for key in places[0].values() for value in places[1].values())
+        keys, values = self._tiers_of_tiles
+        found = np.unique((keys.astype(np.int32) << 7 | values)[keys >= 0]).tolist()
+        return tuple((places[0][pair >> 7], places[1][pair & 127]) for pair in found)
 
     def _sorted_pages(self, keys: PackedTiles, values: PackedTiles) -> list[Tensor]:
         """Pages of both sides, laid out alike; sorted by pairs of tiers where there are several."""

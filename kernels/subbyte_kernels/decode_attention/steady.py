@@ -19,13 +19,13 @@ from torch import Tensor
 
 from subbyte_kernels import nvrtc
 from subbyte_kernels.decode_attention import cuda_plan
+from subbyte_kernels.decode_attention.balance import cut_rows, extend_blocks, union_of_blocks
 from subbyte_kernels.decode_attention.cuda_kernel import (
     _aligned,
     _Launch,
     _layout,
     _Variant,
     cuda_obstacle,
-    list_blocks,
 )
 from subbyte_kernels.decode_attention.cuda_plan import Plan
 from subbyte_kernels.decode_attention.reference import AttentionResult, AttentionTiles, ExactTokens
@@ -36,6 +36,7 @@ from subbyte_kernels.nvrtc import BuildError
 
 SPARE_TILES = 32  # at least so many tiles of a row can be added before the buffers are full
 _MOST_WAVES = 3  # of blocks that a list has
+_GROWTH = 1 + 1 / 16  # rows that grew by no more keep their blocks: cutting takes milliseconds
 
 
 def tiles_ahead(tiles: int) -> int:
@@ -97,7 +98,16 @@ class _SteadyPlan(Plan):
 
     def fixed(self) -> tuple[Any, ...]:
         """Everything that a captured launch took from the plan and cannot take again."""
-        return self.obstacle, self.tiers, self.tables, self.pointers, self.strides, self.ends, self.count > 0
+        return (
+            self.obstacle,
+            self.tiers,
+            self.pairs,
+            self.tables,
+            self.pointers,
+            self.strides,
+            self.ends,
+            self.count > 0,
+        )
 
 
 class _SteadyLaunch(_Launch):
@@ -108,6 +118,8 @@ class _SteadyLaunch(_Launch):
         self.layout = _layout(query, exact, scaling, None, None)
         self._scratch = scratch
         self._work: Tensor | None = None
+        self._blocks: NDArray[np.int32] | None = None  # as they were cut last
+        self._units: NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # of each row and head at that time
         super().__init__(plan, query, exact, scaling, None, None)
 
     def _cut(
@@ -126,9 +138,17 @@ class _SteadyLaunch(_Launch):
 
     def _list(self, plan: Plan, costs: NDArray[np.float64]) -> None:
         assert self._work is not None
-        made = list_blocks(plan, costs, self._variant, self._heads)
+        units = (costs > 0).sum(1)
+        made, cut = self._blocks, self._units
+        if made is not None and ((cut <= units) & (units <= cut * _GROWTH)).all():
+            made = extend_blocks(made, units, self._heads)
+        else:
+            slots = nvrtc.device_limits(self._variant.device)[0] * self._variant.config.blocks_per_sm
+            made = self._blocks = cut_rows(costs, self._heads, slots, self._variant.config.warps)
+            self._units = units
         padded = np.full(tuple(self._work.shape), -1, dtype=np.int32)
-        padded[: len(made)] = made
+        padded[: len(made), :7] = made
+        padded[: len(made), 7] = union_of_blocks(made, plan.tables_of_tiles(), self._heads)
         self._work.copy_(torch.from_numpy(padded), non_blocking=True)
 
     def _share(self, stream: int) -> bytes:
