@@ -131,7 +131,8 @@ def random_slabs(layout: ExpertLayout, count: int, device: torch.device) -> Tens
         slabs.view(layout.dtype).normal_(0, 0.02)
         return slabs
     slabs.random_(0, 256)
-    scale = torch.tensor([2.0**-8], dtype=torch.bfloat16, device=device).view(torch.uint8)
+    size = 2.0**-4 if layout.format is ExpertFormat.FP8 else 2.0**-8
+    scale = torch.tensor([size], dtype=torch.bfloat16, device=device).view(torch.uint8)
     for part in layout.views(slabs):
         blocks = part.unflatten(1, (-1, layout.block_bytes))
         codes = layout.block_bytes - 16 * 128 // layout.scale_columns
