@@ -3,8 +3,8 @@
 For every call the engine finds which experts it needs, has them brought, and calls the model's own forward with a
 stand-in for the module whose weights are slots. So whatever experts function the model's configuration names
 (``eager``, ``batched_mm``, ``grouped_mm``, one that was registered) computes, at decode the one that ``generate``
-switches to, and the result is the resident model's bit for bit. A registered function that reads slots by number, as
-``batched_mm`` does, joins ``SLOT_READERS``; others get the experts that they need side by side.
+switches to, and the result is the resident model's bit for bit. A registered function that reads slots by number on
+the device joins ``SLOT_READERS``; others get the experts that they need side by side.
 
 Gives up: gradients. The modules are in ``modules.py``.
 """
@@ -27,8 +27,8 @@ from hf_subbyte_moe.experts.streaming import LayerStream
 from hf_subbyte_moe.experts.weights import Bank
 
 
-SLOT_READERS = {"batched_mm"}  # experts functions that index weights by the numbers they are given
-_EAGER = "eager"
+SLOT_READERS: set[str] = set()  # experts functions that find weights by the numbers they are given
+_EAGER, _BATCHED = "eager", "batched_mm"
 _FEW_TOKENS = 16  # more are a prompt, which prediction does not serve
 
 
@@ -78,6 +78,24 @@ class ByExpert:
         return getattr(self.__dict__["_slots"], name)
 
 
+class ByChoice:
+    """A weight in slots that ``batched_mm`` asks for by all choices of a call at once.
+
+    The host knows the slots, so rows are put side by side from where each begins: the device needs no map, and nothing
+    indexes a tensor of more than 2^31 elements.
+
+    Args:
+        slots: ``[S, *shape]``.
+    """
+
+    def __init__(self, slots: Tensor) -> None:
+        self._rows = slots.unbind(0)
+        self.chosen: list[int] = []
+
+    def __getitem__(self, choices: Tensor) -> Tensor:
+        return torch.stack([self._rows[slot] for slot in self.chosen])
+
+
 class Device:
     """What lives on one device: slots, their map, and the ways to fill them.
 
@@ -110,6 +128,7 @@ class Device:
         self.map = self._host_map.to(device, copy=True)  # [L, E] slot of every expert
         self._host_rows, self._rows = self._host_map.unbind(0), self.map.unbind(0)
         self._stand_ins: dict[int, StandIn] = {}
+        self._by_choice = {name: ByChoice(view) for name, view in self.views.items()}
         self.pool = SlotPool(slots, self._host_map.view(-1).numpy())
         if link is None:
             link = DirectLink()
@@ -130,6 +149,14 @@ class Device:
     def row(self, layer: int) -> Tensor:
         """Slot of every expert of a layer, on the host."""
         return self._host_rows[layer]
+
+    def chosen(self, layer: int, choices: list[int]) -> dict[str, "ByChoice"]:
+        """Weights of a layer's experts in the order of choices."""
+        where = self._host_rows[layer].tolist()
+        slots = [where[expert] for expert in choices]
+        for weight in self._by_choice.values():
+            weight.chosen = slots
+        return self._by_choice
 
     def stand_in(self, layer: int, module: object) -> "StandIn":
         """For a layer's module, with all slots as its weights."""
@@ -236,7 +263,7 @@ class Engine:
                 if few:
                     self._foretell(layer, needed, chosen[1:], copied, device)
                 device.pace.asked(layer, now, copied)
-                return self._from_slots(layer, module, hidden, index, weights, needed, device)
+                return self._from_slots(layer, module, hidden, index, weights, chosen[0], needed, device)
             device.prefetcher.give_all_up()
             rows = device.stream.bring(layer, needed)
         except BaseException:
@@ -258,6 +285,7 @@ class Engine:
         hidden: Tensor,
         index: Tensor,
         weights: Tensor,
+        choices: list[int],
         needed: list[int],
         device: Device,
     ) -> Tensor:
@@ -265,16 +293,19 @@ class Engine:
         if name in SLOT_READERS and hidden.shape[0] <= _FEW_TOKENS:  # readers may hand more on to others
             where = device.slots_of(layer, index)
             return module.own_forward(device.stand_in(layer, module), hidden, where, weights)
+        if name == _BATCHED:
+            return module.own_forward(
+                StandIn(module, device.chosen(layer, choices), self.experts), hidden, index, weights
+            )
         row = device.row(layer)
         if name == _EAGER or name is None:
             where_each: list[int] = row.tolist()
             held = {part: ByExpert(view, where_each) for part, view in device.views.items()}
             return module.own_forward(StandIn(module, held, self.experts), hidden, index, weights)
         # side by side, in the order of their numbers, as in a layer that has no others
-        slots = row[needed].long().to(hidden.device, non_blocking=True)
         place = torch.zeros(self.experts, dtype=torch.int64)
         place[needed] = torch.arange(len(needed))
-        beside = self.bank.layout.views(device.slots[slots])
+        beside = self.bank.layout.views(torch.stack([device.slots[slot] for slot in row[needed].tolist()]))
         renamed = place.to(hidden.device)[index]
         return module.own_forward(StandIn(module, beside, len(needed)), hidden, renamed, weights)
 
