@@ -49,7 +49,7 @@ def test_tokens_add_up_to_the_context(scripts: Any) -> None:
     for cell in [*scripts.shapes.grid(), *scripts.shapes.smoke_grid()]:
         assert 128 <= cell.recent < 256
         assert scripts.shapes.SINKS + cell.recent + TILE_TOKENS * cell.tiles == cell.context
-    assert len(scripts.shapes.grid()) == 18
+    assert len(scripts.shapes.grid()) == 18 + len(scripts.shapes.OTHER_SHAPES)
 
 
 @pytest.mark.parametrize("context", [300, 1000])

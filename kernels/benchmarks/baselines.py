@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from gate import MAX_PLAIN_ERROR, Gate, plain_gate
 from inputs import PlainInput, plain_input, sets_wanted
-from shapes import Cell
+from shapes import OTHER_SHAPES, Cell
 from timing import Clock
 from torch import Tensor
 from torch.nn import functional as F
@@ -75,14 +75,24 @@ def brief(error: Exception) -> str:
 def _sdpa(given: PlainInput, backend: SDPBackend | None, folded: bool) -> Tensor:
     query = given.query
     if folded:
-        query = query.view(given.keys.shape[0], given.keys.shape[1], -1, query.shape[-1])
+        query = query.reshape(given.keys.shape[0], given.keys.shape[1], -1, query.shape[-1])
     with nullcontext() if backend is None else sdpa_kernel(backend):
         output = F.scaled_dot_product_attention(query, given.keys, given.values, enable_gqa=not folded)
-    return output.reshape(given.query.shape)
+    return output.reshape(*given.query.shape[:3], -1)
+
+
+def _matmuls(given: PlainInput) -> Tensor:
+    """Two products and a softmax, the group folded: the one way for keys wider than values that is no fp32."""
+    query = given.query.reshape(given.keys.shape[0], given.keys.shape[1], -1, given.query.shape[-1])
+    scores = (query @ given.keys.transpose(-1, -2)) * query.shape[-1] ** -0.5
+    output = scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ given.values
+    return output.reshape(*given.query.shape[:3], -1)
 
 
 def sdpa_candidates(cell: Cell) -> Iterator[tuple[str, Attention]]:
     """PyTorch's implementations by name."""
+    if cell.shape in OTHER_SHAPES:
+        yield "matmuls folded", _matmuls
     for folded in (False, True):
         for name, backend in _BACKENDS.items():
             if name == "math" and cell.batch * cell.context > _MATH_TOKENS:
@@ -138,6 +148,9 @@ def _time_split_k(cell: Cell, sets: list[PlainInput], gate: Gate, clock: Clock) 
         return Baseline(name, None, None, None, failed=brief(missing))
     if clock.device.type != "cuda":
         return Baseline(name, None, None, None, failed="needs a CUDA device")
+    shape = cell.shape
+    if shape.rest or shape.tokens > 1 or shape.head_dim & (shape.head_dim - 1):
+        return Baseline(name, None, None, None, failed="it takes one token, and keys and values of one power of two")
     multiprocessors = torch.cuda.get_device_properties(clock.device).multi_processor_count
 
     def attention(config: SplitKConfig) -> Attention:

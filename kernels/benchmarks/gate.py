@@ -32,8 +32,8 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
 
 
 def _of_units(cell: Cell, states: Tensor) -> Tensor:
-    """``[U, G, D]``: the checked rows and KV heads of ``[B, HQ, 1, D]``."""
-    grouped = states.reshape(cell.batch, cell.shape.heads, cell.shape.group, -1)
+    """``[U, G * Sq, D]``: the checked rows and KV heads of ``[B, HQ, Sq, D]``."""
+    grouped = states.reshape(cell.batch, cell.shape.heads, -1, states.shape[-1])
     return torch.stack([grouped[row, head] for row, head in checked_units(cell)])
 
 

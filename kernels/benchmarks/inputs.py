@@ -40,7 +40,7 @@ class PackedInput:
     """One call's input over packed tiles.
 
     Attributes:
-        query: ``[B, HQ, 1, D]`` bf16.
+        query: ``[B, HQ, Sq, D]`` bf16.
         exact: sinks and ring.
         tiles: everything older.
     """
@@ -55,9 +55,9 @@ class PlainInput:
     """One call's input over a bf16 cache.
 
     Attributes:
-        query: ``[B, HQ, 1, D]`` bf16.
+        query: ``[B, HQ, Sq, D]`` bf16; new tokens see everything.
         keys: ``[B, H, N, D]`` bf16, contiguous.
-        values: ``[B, H, N, D]``.
+        values: ``[B, H, N, Dv]``; of a latent the first part of the keys.
     """
 
     query: Tensor
@@ -88,47 +88,60 @@ def _normal(shape: tuple[int, ...], device: torch.device, random: torch.Generato
 def plain_input(cell: Cell, device: torch.device, seed: int) -> PlainInput:
     """A bf16 cache of random values."""
     shape, random = cell.shape, generator(device, seed)
-    size = (cell.batch, shape.heads, cell.context, shape.head_dim)
-    query = _normal((cell.batch, shape.query_heads, 1, shape.head_dim), device, random)
-    return PlainInput(query, _normal(size, device, random), _normal(size, device, random))
+    size = (cell.batch, shape.heads, cell.context, shape.key_dim)
+    query = _normal((cell.batch, shape.query_heads, shape.tokens, shape.key_dim), device, random)
+    keys = _normal(size, device, random)
+    return PlainInput(query, keys, keys[..., : shape.head_dim] if shape.rest else _normal(size, device, random))
 
 
 def packed_input(cell: Cell, variant: Variant, device: torch.device, seed: int) -> PackedInput:
     """A packed cache of random codes."""
     shape, random = cell.shape, generator(device, seed)
-    query = _normal((cell.batch, shape.query_heads, 1, shape.head_dim), device, random)
-    mean = 0.5 * torch.randn(cell.batch, shape.heads, shape.head_dim, generator=random, device=device)
+    query = _normal((cell.batch, shape.query_heads, shape.tokens, shape.key_dim), device, random)
+    mean = 0.5 * torch.randn(cell.batch, shape.heads, shape.key_dim, generator=random, device=device)
     assigned = variant.assign(cell).to(device)
-    keys = _side(cell, [pair.keys for pair in variant.pairs], assigned, Order.KEYS, mean, random)
-    values = _side(cell, [pair.values for pair in variant.pairs], assigned, Order.VALUES, None, random)
-    return PackedInput(query, _exact(cell, device, random), AttentionTiles((keys,), values))
+    key_tiers, value_tiers = [pair.keys for pair in variant.pairs], [pair.values for pair in variant.pairs]
+    keys = _side(key_tiers, assigned, Order.KEYS, mean[..., : shape.head_dim].contiguous(), random)
+    if shape.rest:  # the latent is the values, too
+        rest = _side(value_tiers, assigned, Order.KEYS, mean[..., shape.head_dim :].contiguous(), random)
+        tiles = AttentionTiles((keys, rest), keys)
+    else:
+        tiles = AttentionTiles((keys,), _side(value_tiers, assigned, Order.VALUES, None, random, shape.head_dim))
+    return PackedInput(query, _exact(cell, device, random), tiles)
 
 
 def _exact(cell: Cell, device: torch.device, random: torch.Generator) -> ExactTokens:
     """Sinks and a ring whose unused slots are anywhere."""
     shape = cell.shape
-    size = (cell.batch, shape.heads, SINKS + RING, shape.head_dim)
+    size = (cell.batch, shape.heads, SINKS + RING, shape.key_dim)
     start = torch.randint(RING, (cell.batch, 1), generator=random, device=device)
     age = (torch.arange(RING, device=device) - start) % RING
     sinks = torch.ones(cell.batch, SINKS, dtype=torch.bool, device=device)
     visible = torch.cat([sinks, age < cell.recent], dim=1).unsqueeze(1)
-    return ExactTokens(_normal(size, device, random), _normal(size, device, random), visible)
+    keys = _normal(size, device, random)
+    values = keys[..., : shape.head_dim] if shape.rest else _normal(size, device, random)
+    return ExactTokens(keys, values, visible)
 
 
 def _side(
-    cell: Cell, tiers: list[str], assigned: Tensor, order: Order, mean: Tensor | None, random: torch.Generator
+    tiers: list[str],
+    assigned: Tensor,
+    order: Order,
+    mean: Tensor | None,
+    random: torch.Generator,
+    width: int = 0,
 ) -> PackedTiles:
     """One side's tiles.
 
     Args:
-        cell: cache size.
         tiers: tier of each pair of the variant.
         assigned: ``[B, H, T]`` index into ``tiers``.
         order: which side.
         mean: ``[B, H, D]`` of keys.
         random: on the device.
+        width: D of a side without a mean.
     """
-    device, dim = assigned.device, cell.shape.head_dim
+    device, dim = assigned.device, width if mean is None else mean.shape[-1]
     used = assigned.unique().tolist()
     formats = {tiers[index]: get_codec(tiers[index]).format for index in used}
     tier_ids = torch.tensor([get_codec(name).tier_id for name in tiers], device=device)[assigned]
@@ -187,9 +200,11 @@ def _code_rms(fmt: TileFormat) -> float:
 
 def packed_bytes(given: PackedInput) -> int:
     """Bytes of records and exact tokens that a call must read."""
-    sides = (*given.tiles.keys, given.tiles.values)
+    sides = {id(side): side for side in (*given.tiles.keys, given.tiles.values)}.values()
     records = sum(pool.nbytes for side in sides for pool in side.pools.values())
-    token = given.exact.keys.shape[1] * 2 * given.exact.keys.shape[-1] * given.exact.keys.itemsize
+    latent = len(given.tiles.keys) > 1
+    width = given.exact.keys.shape[-1] + (0 if latent else given.exact.values.shape[-1])
+    token = given.exact.keys.shape[1] * width * given.exact.keys.itemsize
     return records + int(given.exact.visible.sum()) * token
 
 
@@ -226,9 +241,9 @@ def _side_of_unit(side: PackedTiles, row: int, head: int) -> Tensor:
 def dequantized(given: PackedInput, row: int, head: int) -> tuple[Tensor, Tensor]:
     """Keys and values of one row and head, ``[N, D]`` fp32, tiles decoded one by one; exact tokens come last."""
     seen = given.exact.visible[row, 0]
-    (keys,) = given.tiles.keys
+    keys = torch.cat([_side_of_unit(part, row, head) for part in given.tiles.keys], dim=-1)
     return (
-        torch.cat([_side_of_unit(keys, row, head), given.exact.keys[row, head, seen].float()]),
+        torch.cat([keys, given.exact.keys[row, head, seen].float()]),
         torch.cat([_side_of_unit(given.tiles.values, row, head), given.exact.values[row, head, seen].float()]),
     )
 

@@ -36,8 +36,9 @@ def _legend(figure: Any, panels: list[Any]) -> None:
 
 
 def _drawn(results: Record) -> list[Record]:
-    """Timed rows of one implementation: the CUDA kernel where there are any of it."""
-    timed = [line for line in results["rows"] if line["us"] and not line["failed"]]
+    """Timed rows of one implementation, the CUDA kernel where there are any of it, of the shapes timed in every size."""
+    names = {shape.name for shape in SHAPES}
+    timed = [line for line in results["rows"] if line["us"] and not line["failed"] and line["shape"] in names]
     backend = "cuda" if any(line["backend"] == "cuda" for line in timed) else "torch"
     return [line for line in timed if line["backend"] == backend]
 

@@ -21,12 +21,28 @@ RUN_TILES = 32  # neighbouring tiles of a head that share their tiers in a mixtu
 
 @dataclass(frozen=True)
 class Shape:
-    """Attention of one decoder layer."""
+    """Attention of one decoder layer.
+
+    Attributes:
+        name: what tables call it.
+        query_heads: HQ.
+        heads: H.
+        head_dim: width of keys (of a latent's first part) and of values.
+        rest: width of a latent's second part, its rotary key; 0 where keys and values are apart.
+        tokens: new tokens of a row.
+    """
 
     name: str
     query_heads: int
     heads: int
     head_dim: int = 128
+    rest: int = 0
+    tokens: int = 1
+
+    @property
+    def key_dim(self) -> int:
+        """Width of queries and keys."""
+        return self.head_dim + self.rest
 
     @property
     def group(self) -> int:
@@ -60,7 +76,8 @@ class Cell:
     @property
     def plain_bytes(self) -> int:
         """Bytes of the cache in bf16."""
-        return 2 * 2 * self.units * self.context * self.shape.head_dim
+        width = self.shape.key_dim if self.shape.rest else 2 * self.shape.head_dim  # a latent is stored once
+        return 2 * self.units * self.context * width
 
     @property
     def name(self) -> str:
@@ -131,16 +148,26 @@ def _pure(keys: str, values: str) -> Variant:
 MIXTRAL = Shape("Mixtral-8x7B", query_heads=32, heads=8)
 QWEN3 = Shape("Qwen3-30B-A3B", query_heads=32, heads=4)
 SHAPES = (MIXTRAL, QWEN3)
+# heads of other widths, a latent for all heads (16 or 128), several new tokens
+OTHER_SHAPES = (
+    Shape("DeepSeek-V2-Lite", query_heads=16, heads=1, head_dim=512, rest=64),
+    Shape("DeepSeek-V3", query_heads=128, heads=1, head_dim=512, rest=64),
+    Shape("Gemma-2-9B", query_heads=16, heads=8, head_dim=256),
+    Shape("Phi-3-mini", query_heads=32, heads=32, head_dim=96),
+    Shape("Phi-2", query_heads=32, heads=32, head_dim=80),
+    Shape("Mixtral-8x7B, 4 tokens", query_heads=32, heads=8, tokens=4),
+)
 CONTEXTS = (32768, 131072, 8192)
 BATCHES = (1, 8, 32)
 
 LOWEST = _pure("vq175", "vq175")
 TWO_BITS = _pure("vq2", "vq2")
+FOUR_BITS = _pure("vq4", "vq4")
 OTHERS = (
     _pure("vq3", "vq175"),
     _pure("vq3", "vq2"),
     _pure("vq4", "vq2"),
-    _pure("vq4", "vq4"),
+    FOUR_BITS,
     _pure("fp6", "vq3"),
     _pure("fp8", "fp8"),
 )
@@ -157,21 +184,27 @@ TUNED = (LOWEST, TWO_BITS)
 def grid() -> list[Cell]:
     """Every cell of a full run; last those where 31 bits do not count a side's values, which may break a baseline."""
     cells = [Cell(shape, batch, context) for batch in BATCHES for context in CONTEXTS for shape in SHAPES]
+    cells += [Cell(shape, 1, 32768) for shape in OTHER_SHAPES]
     return sorted(cells, key=lambda cell: cell.plain_bytes >= 1 << 33)
 
 
 def smoke_grid() -> list[Cell]:
     """Cells of a run of seconds: one tile, and runs of tiles with an end that is not whole."""
-    return [Cell(MIXTRAL, 1, 300), Cell(MIXTRAL, 2, 4640), Cell(QWEN3, 2, 4608)]
+    other = (Shape("latent", query_heads=4, heads=1, head_dim=64, rest=32), Shape("tokens", 4, 2, 80, tokens=2))
+    return [Cell(MIXTRAL, 1, 300), Cell(MIXTRAL, 2, 4640), Cell(QWEN3, 2, 4608), *(Cell(one, 2, 300) for one in other)]
 
 
 def variants(cell: Cell, all_pairs: bool = False) -> list[Variant]:
     """What is timed in a cell; a mixture comes after the pairs that it consists of."""
+    if cell.shape in OTHER_SHAPES:
+        return [TWO_BITS, FOUR_BITS]
     wide = cell.shape is MIXTRAL and cell.batch < 32 and cell.context >= 32768
     return [LOWEST, TWO_BITS, *(OTHERS if wide or all_pairs else ()), MIX]
 
 
 def backends(cell: Cell, variant: Variant, everywhere: bool = False) -> list[str]:
     """Implementations that a variant is timed with on a GPU; ``everywhere``: whatever the cell."""
+    if cell.shape.rest or cell.shape.tokens > 1 or cell.shape.head_dim not in (64, 128):
+        return ["triton", "torch"] if everywhere else ["triton"]
     compared = variant is LOWEST and (everywhere or (cell.batch == 1 and cell.context >= 32768))
     return ["cuda", "triton", "torch"] if compared else ["cuda"]
