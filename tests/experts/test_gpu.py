@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_subbyte_moe
+from hf_subbyte_moe.cli.shapes import random_model
 from hf_subbyte_moe.experts import PlacedExperts, memory
 from hf_subbyte_moe.experts.link import CudaLink
 from support.experts import always, offloaded, same, steps
@@ -69,6 +70,18 @@ def test_slowed_copies(slots: int, way: str) -> None:
         assert same(expected, steps(model, ids))
     if way == "gate":
         assert engine.counters.total("ahead_bytes") > 0
+
+
+def test_slots_of_more_than_two_to_the_31_elements() -> None:
+    model: Any = random_model("Mixtral-8x7B", 2, torch.device("cuda"))
+    model.set_experts_implementation("batched_mm")
+    ids = prompt(24).cuda()
+    expected = steps(model, ids, prefix=1)
+    for slots in (16, 13):
+        engine = offloaded(model, slots)
+        assert slots * engine.bank.layout.elements > 2**31
+        for _ in range(2):
+            assert same(expected, steps(model, ids, prefix=1))
 
 
 def test_generate_follows_the_kernel_path() -> None:
