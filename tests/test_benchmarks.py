@@ -298,8 +298,9 @@ def test_the_smoke_run_measures_checks_and_draws(scripts: Any, tmp_path: Path) -
     done = CliRunner().invoke(app, ["--smoke", "--out", str(out), *only])
     assert done.exit_code == 0, done.output
     found = scripts.results.load(out)
-    (row,) = found["rows"]
-    assert row["error_ratio"] < 1
+    row, latent, tokens = found["rows"]
+    assert (latent["shape"], tokens["shape"]) == ("latent", "tokens")
+    assert all(line["error_ratio"] < 1 for line in found["rows"])
     assert row["speedup"] == row["baseline_us"] / row["us"]
     assert {"shape", "batch", "context", "name", "us", "failed"} <= set(found["baselines"][0])
     assert (tmp_path / "decode_attention.png").exists()

@@ -36,7 +36,7 @@ def _legend(figure: Any, panels: list[Any]) -> None:
 
 
 def _drawn(results: Record) -> list[Record]:
-    """Timed rows of one implementation, the CUDA kernel where there are any of it, of the shapes timed in every size."""
+    """Timed rows of one implementation, CUDA's where there are any, of the shapes that are timed in every size."""
     names = {shape.name for shape in SHAPES}
     timed = [line for line in results["rows"] if line["us"] and not line["failed"] and line["shape"] in names]
     backend = "cuda" if any(line["backend"] == "cuda" for line in timed) else "torch"

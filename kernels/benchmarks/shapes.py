@@ -155,7 +155,7 @@ OTHER_SHAPES = (
     Shape("Gemma-2-9B", query_heads=16, heads=8, head_dim=256),
     Shape("Phi-3-mini", query_heads=32, heads=32, head_dim=96),
     Shape("Phi-2", query_heads=32, heads=32, head_dim=80),
-    Shape("Mixtral-8x7B, 4 tokens", query_heads=32, heads=8, tokens=4),
+    Shape("4 tokens, Mixtral-8x7B", query_heads=32, heads=8, tokens=4),
 )
 CONTEXTS = (32768, 131072, 8192)
 BATCHES = (1, 8, 32)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -90,8 +91,10 @@ def test_a_named_kernel_that_cannot_do_a_call_says_why(taken: list[str]) -> None
     needs_interpreter()
     with pytest.raises(ValueError, match=r"the triton kernel cannot compute this attention: .*9 new tokens"):
         decode_attention(*call(queries=9), backend="triton")
-    with pytest.raises(ValueError, match=r"the triton kernel cannot compute this attention: .*nuq2"):
-        decode_attention(*call(tier="nuq2"), backend="triton")
+    query, exact, tiles, scaling = call()
+    with_mean = AttentionTiles(tiles.keys, replace(tiles.values, mean=torch.zeros(1, 1, 64)))
+    with pytest.raises(ValueError, match=r"the triton kernel cannot compute this attention: the values have a mean"):
+        decode_attention(query, exact, with_mean, scaling, backend="triton")
     assert not taken
 
 
