@@ -1,9 +1,9 @@
 """Single-token steps of a whole cache at fixed addresses, for a forward that is captured once and replayed.
 
-During a step everything that differs from the last one is computed on the device: the slot of the new token and the
-mask of the exact tokens come from two small tensors, how long each row is and where its ring begins, and the step
-itself counts the first of them up. So the same launches serve every step. Between two steps the host packs tiles that
-are due, and the attention's launches follow the new tiles at their old addresses (``SteadyAttention``).
+During a step everything that differs from the last one is read on the device: a counter of steps, which each step raises
+by one, and two tables that say which slot the token of a step takes and from which step on a slot is seen. So the
+same launches serve every step. Between two steps the host packs tiles that are due and fills the tables anew, and the
+attention's launches follow the new tiles at their old addresses (``SteadyAttention``).
 
 Gives up: caches with layers that do not pack, and tokens that may be taken back.
 """
@@ -19,7 +19,7 @@ from hf_subbyte_moe.cache.cache import EntropySubbyteCache
 from hf_subbyte_moe.cache.handle import FixedAddressError
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
 from hf_subbyte_moe.cache.window import Ints
-from hf_subbyte_moe.ops import Scratch, SteadyAttention, TokenPlace, tiles_ahead
+from hf_subbyte_moe.ops import TILE_TOKENS, Scratch, SteadyAttention, TokenPlace, tiles_ahead
 
 
 def steps_obstacle(cache: EntropySubbyteCache) -> str | None:
@@ -40,7 +40,7 @@ class CacheSteps:
     Attributes:
         epoch: launches that were captured in another epoch do not compute the next step.
         left: steps until a row must pack a tile.
-        lengths: ``[B]`` int64 on the device, tokens of each row.
+        rows: of the cache.
         visible: ``[B, 1, slots]`` bool, during a step.
     """
 
@@ -58,13 +58,13 @@ class CacheSteps:
         self._attention = {id(layer): SteadyAttention(scratch) for layer in self._layers}
         first = self._layers[0].rows
         self._window, device = first.window, first.window.keys.device
-        self.lengths = torch.zeros(len(first.lengths), dtype=torch.int64, device=device)
-        self._behind = torch.zeros_like(self.lengths)  # place in the ring's order of the oldest token behind the tiles
-        self._slot = torch.arange(self._window.sinks + self._window.ring, device=device)
-        self._in_ring = self._slot - self._window.sinks
+        self.rows = len(first.lengths)
+        slots = self._window.sinks + self._window.ring
+        self._step = torch.zeros(1, dtype=torch.int32, device=device)  # since the tables were filled
+        self._since = torch.zeros(self.rows, slots, dtype=torch.int32, device=device)  # step from which a slot is seen
+        self._slots = torch.zeros(TILE_TOKENS, self.rows, dtype=torch.int64, device=device)  # of each step's tokens
         self.epoch = self.left = 0
-        self.visible = self.lengths.new_zeros(0)
-        self._place = self.lengths
+        self.visible = self._place = self._slots[0]
         self._places: dict[int, Tensor] = {}
         self._counted: Ints | None = None  # the rows' lengths as the last step left them
         self._versions: list[int] = []
@@ -77,11 +77,6 @@ class CacheSteps:
         """The cache was emptied, or has other rows: make new steps for it."""
         first = self._layers[0]
         return not first.is_initialized or first.rows.window is not self._window or len(first.starts) != self.rows
-
-    @property
-    def rows(self) -> int:
-        """Rows of the cache."""
-        return len(self.lengths)
 
     def prepare(self) -> None:
         """Follow whatever else changed the cache, and pack what is due before the next token.
@@ -108,7 +103,6 @@ class CacheSteps:
                 raise FixedAddressError("the layers of this cache hold different tokens")
             layer.rows.grown(lengths)
             layer.before = None
-        self.lengths.copy_(torch.from_numpy(lengths), non_blocking=True)
         self._counted = lengths
         self.epoch += 1
         self._settle()
@@ -121,9 +115,12 @@ class CacheSteps:
 
     def _settle(self) -> None:
         rows = self._layers[0].rows
-        behind = np.maximum(rows.first_recent(), self._window.sinks) - self._window.sinks
-        self._behind.copy_(torch.from_numpy(behind), non_blocking=True)
         self.left = rows.free()
+        ahead = self._window.slots(rows.lengths + np.arange(self.left)[:, None])
+        self._slots[: self.left].copy_(torch.from_numpy(ahead), non_blocking=True)
+        since = self._window.visible_since(rows.lengths, rows.first_recent())
+        self._since.copy_(torch.from_numpy(since), non_blocking=True)
+        self._step.zero_()
         factors = [layer.rows.codecs.balance.factors for layer in self._layers]
         fits = [all(now is before for now, before in zip(factors, self._factors, strict=False))]
         self._factors = factors
@@ -160,20 +157,14 @@ class CacheSteps:
         finally:
             for layer in self._layers:
                 layer.steps = None
-            self.visible = self._place = self._slot[:0]
+            self.visible = self._place = self._slots[0]
             self._places.clear()
 
     def _begin(self) -> None:
-        """The new token's slot, and which slots its query sees; then rows are a token longer."""
-        newest = self.lengths - self._window.sinks  # in the ring's order; a sink's is negative
-        ring = self._window.ring
-        self._place = torch.where(newest < 0, self.lengths, newest % ring + self._window.sinks)
-        # the latest token that fell into each slot of the ring
-        latest = newest[:, None] - (newest[:, None] - self._in_ring) % ring
-        recent = latest >= self._behind[:, None]
-        held = torch.where(self._in_ring < 0, self._slot <= self.lengths[:, None], recent)
-        self.visible = held[:, None]
-        self.lengths += 1
+        """The new tokens' slots, and which slots their queries see."""
+        self._place = self._slots.index_select(0, self._step)[0]
+        self._step += 1
+        self.visible = (self._since <= self._step)[:, None]
 
     def write(self, layer: EntropySubbyteLayer, key_states: Tensor, value_states: Tensor) -> None:
         """Store a token ``[B, H, 1, D]`` of every row."""

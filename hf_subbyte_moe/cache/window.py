@@ -62,6 +62,11 @@ class ExactWindow:
 
     def visible_ahead(self, lengths: Ints, first_recent: Ints, steps: int) -> Tensor:
         """``[steps + 1, B, 1, slots]`` bool: now, and after each of so many tokens more that take free slots."""
+        since = self.visible_since(lengths, first_recent)
+        return self.upload((since <= np.arange(steps + 1, dtype=np.int32)[:, None, None])[:, :, None])
+
+    def visible_since(self, lengths: Ints, first_recent: Ints) -> NDArray[np.int32]:
+        """``[B, slots]``: after how many tokens more, that take free slots, a slot holds one; 0 for now."""
         slot = np.arange(self.sinks + self.ring)
         length = lengths[:, None]
         newest = length - 1 - self.sinks
@@ -71,8 +76,8 @@ class ExactWindow:
         held = np.where(in_ring < 0, slot < length, recent)
         next_ring = np.maximum(length, self.sinks)  # the next token that falls into the ring
         wait = np.where(in_ring < 0, slot, next_ring + (slot - next_ring) % self.ring) - length
-        since = np.where(held, 0, wait + 1).astype(np.int32)
-        return self.upload((since <= np.arange(steps + 1, dtype=np.int32)[:, None, None])[:, :, None])
+        since: NDArray[np.int32] = np.where(held, 0, wait + 1).astype(np.int32)
+        return since
 
     def upload(self, array: NDArray[Any]) -> Tensor:
         """An array on the window's device. CUDA has read it when it returns, so there is no need to wait for it."""
