@@ -18,17 +18,17 @@ from support.packing import gaussian
 PLAIN = ["exact", "nuq2"]  # tiers whose tiles are stored as the model made them
 
 
-@pytest.mark.parametrize(("dim", "value_dim"), [(64, 128), (128, 64), (80, 96), (256, 64)])
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 128), (256, 64), (80, 96)])
 def test_values_of_another_width(kernel: Kernel, dim: int, value_dim: int) -> None:
-    case = Case("vq3", "vq2", dim=dim, value_dim=value_dim, heads=2, group=3, counts=(2, 1))
+    case = Case("vq3", "vq2", dim=dim, value_dim=value_dim, heads=1, group=3, counts=(2, 1))
     if supports(case, kernel, cuda=False):
         case.check(case.run(kernel, splits=2))
         case.check(case.run(kernel, tiles=False), tiles=False)
 
 
-@pytest.mark.parametrize(("dim", "rest", "group"), [(64, 16, 4), (128, 64, 40), (512, 64, 16)])
+@pytest.mark.parametrize(("dim", "rest", "group"), [(64, 16, 40), (512, 64, 16)])
 def test_a_latent_is_key_and_value_at_once(kernel: Kernel, dim: int, rest: int, group: int) -> None:
-    case = Case("vq3", "vq4", dim=dim, rest=rest, value_dim=dim, heads=1, group=group, counts=(2, 1))
+    case = Case("vq3", "vq4", dim=dim, rest=rest, heads=1, group=group, counts=(2,))
     if supports(case, kernel, cuda=False):
         case.check(case.run(kernel, splits=2))
         case.check(case.run(kernel, tiles=False), tiles=False)
@@ -44,7 +44,7 @@ def test_latents_of_every_tier(kernel: Kernel, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("key_tier", "value_tier"), [("nuq2", "vq3o"), ("exact", "nuq2"), ("vq3o", "exact")])
-@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("dim", [64, 80])
 def test_tiers_that_keep_outliers_or_everything(kernel: Kernel, key_tier: str, value_tier: str, dim: int) -> None:
     """With heavy tails, so that outliers are many."""
     case = Case(key_tier, value_tier, dim=dim, heads=1, counts=(2, 1), tail=2.0)
@@ -54,7 +54,7 @@ def test_tiers_that_keep_outliers_or_everything(kernel: Kernel, key_tier: str, v
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_both_spaces_in_one_call(kernel: Kernel, dtype: torch.dtype) -> None:
-    case = Case(["vq2", *PLAIN], ["exact", "vq3", "nuq2"], heads=2, counts=(3, 1, 0), dtype=dtype, tail=2.0)
+    case = Case(["vq2", *PLAIN], ["exact", "vq3", "nuq2"], heads=1, counts=(3, 1, 0), dtype=dtype, tail=2.0)
     if supports(case, kernel, cuda=False):
         case.check(case.run(kernel, splits=3))
 
