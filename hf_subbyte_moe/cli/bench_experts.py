@@ -19,37 +19,30 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
 import hf_subbyte_moe
 from hf_subbyte_moe.cli.demo import JsonFile
-from hf_subbyte_moe.cli.shapes import SHAPES, random_model
-from hf_subbyte_moe.compat import CACHE_KW
-from hf_subbyte_moe.config import OFF
-from hf_subbyte_moe.experts import Engine, Heads, engine_of
-from hf_subbyte_moe.experts.calibration import gate_of
-from hf_subbyte_moe.experts.memory import available_memory
-from hf_subbyte_moe.experts.predictor import GATE, HEAD, ORACLE, PREVIOUS, Predictor, PreviousToken, TrainedHead
-from hf_subbyte_moe.experts.replay import (
-    UNIFORM,
-    ExpertTrace,
-    Oracle,
-    Playback,
-    ReplayedPredictor,
-    Statistics,
-    draw_trace,
-    played,
+from hf_subbyte_moe.cli.offload_timing import (
+    ACCELERATE,
+    CONTEXT,
+    NONE,
+    Timed,
+    time_accelerate,
+    time_cell,
+    time_resident,
 )
+from hf_subbyte_moe.cli.shapes import SHAPES, random_model
+from hf_subbyte_moe.config import OFF
+from hf_subbyte_moe.experts import Heads, engine_of
+from hf_subbyte_moe.experts.memory import available_memory
+from hf_subbyte_moe.experts.predictor import GATE, HEAD, ORACLE, PREVIOUS
+from hf_subbyte_moe.experts.replay import UNIFORM, Statistics, draw_trace
 from hf_subbyte_moe.routing.families import experts_of_router, find_routers
 
 
-NONE, ACCELERATE = "none", "accelerate"
 REFERENCE = "reference"
 SYSTEMS = (NONE, PREVIOUS, GATE, HEAD, ORACLE, ACCELERATE)
-_CONTEXT = 256
-_RESIDENT_TOKENS = 24
 _HOST_SHARE = 0.5
-_ACCELERATE_TOKENS = 1
 
 
 @dataclass
@@ -74,158 +67,23 @@ class Results:
         """Put a row in the place of an older one of the same cell and system."""
         cell = ("model", "resident", "trace", "system")
         self.rows = [old for old in self.rows if any(old[key] != row[key] for key in cell)] + [row]
+
+    def bound_by(self, shape: str, compute: float) -> dict[tuple[float, str, str], float]:
+        """Relate a model's rows to a step with all experts resident, and write the file; shares by cell and system."""
+        shares = {}
+        for row in self.rows:
+            if row["model"] == shape:
+                link = row["missed_bytes"] / (1e6 * self.conditions["link_gb_s"])
+                row["compute_ms"] = round(compute, 3)
+                row["share_of_bound"] = round(max(compute, link) / row["ms"], 4)
+                shares[row["resident"], row["trace"], row["system"]] = row["share_of_bound"]
+        self._write()
+        return shares
+
+    def _write(self) -> None:
         if self.path is not None:
             text = json.dumps({"conditions": self.conditions, "rows": self.rows}, indent=1)
             self.path.write_text(text + "\n", encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class Timed:
-    """Some decode steps.
-
-    Attributes:
-        ms: mean of a step.
-        hit_rate: experts that were on the GPU when they were needed.
-        bytes: copied to the GPU a step.
-        missed: of these, bytes of experts that were needed and not on the GPU.
-    """
-
-    ms: float
-    hit_rate: float
-    bytes: float
-    missed: float
-
-
-class Decoder:
-    """One-token steps of a model, out of a cache that holds a context.
-
-    Args:
-        model: the model.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        config = model.config.get_text_config(decoder=True)
-        self._cache = DynamicCache(config=config)
-        self._token = torch.ones(1, 1, dtype=torch.int64, device=model.device)
-        heads, width = config.num_key_value_heads, getattr(config, "head_dim", None)
-        width = width or config.hidden_size // config.num_attention_heads
-        for layer in range(config.num_hidden_layers):
-            states = torch.zeros(1, heads, _CONTEXT, width, dtype=model.dtype, device=model.device)
-            self._cache.update(states, states, layer)
-
-    def step(self) -> float:
-        """Seconds of one step."""
-        _wait(self.model.device)
-        start = time.perf_counter()
-        self.model(self._token, **{CACHE_KW: self._cache}, use_cache=True)
-        _wait(self.model.device)
-        return time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def time_steps(model: PreTrainedModel, trace: ExpertTrace, warm_up: int, steps: int, engine: Engine | None) -> Timed:
-    """Time decode steps that follow a trace.
-
-    Args:
-        model: the model.
-        trace: at least as long as the steps.
-        warm_up: steps before those that count.
-        steps: those that count.
-        engine: of its experts; None where they are resident, or accelerate's.
-    """
-    playback = Playback(trace, model.device)
-    if engine is not None:
-        _play_to(engine, playback)
-    decoder = Decoder(model)
-    gc.collect()
-    gc.disable()
-    try:
-        with torch.no_grad(), played(model, playback):
-            for _ in range(warm_up):
-                decoder.step()
-            if engine is not None:
-                engine.counters.reset()
-            seconds = [decoder.step() for _ in range(steps)]
-    finally:
-        gc.enable()
-    ms = 1e3 * sum(seconds) / steps
-    if engine is None:
-        return Timed(ms, 1.0, 0.0, 0.0)
-    counters = engine.counters
-    missed = counters.total("demand_bytes") + counters.total("useful_bytes")
-    return Timed(ms, counters.hit_rate or 0.0, counters.bytes / steps, missed / steps)
-
-
-def _play_to(engine: Engine, playback: Playback) -> None:
-    """Predictors of an earlier trace follow this one."""
-    inner = [getattr(predictor, "_inner", predictor) for predictor in engine.predictors.values()]
-    engine.use_predictors([_replayed(predictor, playback, engine.layers) for predictor in inner])
-
-
-def _replayed(predictor: Predictor, playback: Playback, layers: int) -> Predictor:
-    if predictor.name == ORACLE:
-        return Oracle(playback, layers)
-    return ReplayedPredictor(predictor, playback) if predictor.name in (GATE, HEAD) else PreviousToken(layers)
-
-
-def use_system(model: PreTrainedModel, engine: Engine, system: str) -> None:
-    """Let an engine prefetch as a system does.
-
-    Args:
-        model: the model.
-        engine: of its experts.
-        system: "none" or a predictor's name.
-    """
-    places = find_routers(model)
-    if engine.states is not None:
-        engine.states.remove()
-    engine.states = None
-    predictors: list[Any] = []
-    if system == PREVIOUS:
-        predictors = [PreviousToken(engine.layers)]
-    elif system == GATE:
-        gate = gate_of(model, places)
-        assert gate is not None
-        gate.usable_without_check()
-        engine.states = gate.states
-        predictors = [gate]
-    elif system == HEAD:
-        width = model.config.get_text_config(decoder=True).hidden_size
-        weights = torch.zeros(len(places) - 1, places[0].experts, width, dtype=model.dtype, device=model.device)
-        predictors = [TrainedHead(weights, weights[:, :, 0], places[0].top_k)]
-    elif system == ORACLE:
-        predictors = [Oracle(Playback(_NO_TRACE, model.device), engine.layers)]
-    engine.use_predictors(predictors)
-
-
-_NO_TRACE = ExpertTrace(UNIFORM, torch.zeros(1, 1, 1, dtype=torch.int64), {})
-
-
-def time_accelerate(model: PreTrainedModel, resident: float, trace: ExpertTrace) -> Timed:
-    """Time accelerate's CPU offload: the last layers' experts are in host memory and come whole."""
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
-
-    places = find_routers(model)
-    modules = [experts_of_router(model, place) for place in places]
-    away = modules[round(resident * len(modules)) :]
-    moved = 0
-    for module in away:
-        moved += sum(weight.nbytes for weight in module.parameters())
-        module.to("cpu")
-        add_hook_to_module(module, AlignDevicesHook(execution_device=model.device, offload=True))
-    try:
-        timed = time_steps(model, trace, 0, _ACCELERATE_TOKENS, None)
-    finally:
-        for module in away:
-            remove_hook_from_module(module)
-            module.to(model.device)
-    needed = moved * places[0].top_k / places[0].experts
-    return Timed(timed.ms, 1 - len(away) / len(modules), moved, needed)
 
 
 def link_speed(device: torch.device) -> float:
@@ -241,66 +99,76 @@ def link_speed(device: torch.device) -> float:
     return link.speed
 
 
-def run_model(
-    shape: str,
-    layers: int | None,
-    residents: list[float],
-    statistics: dict[str, Statistics],
-    systems: list[str],
-    steps: tuple[int, int],
-    results: Results,
-    say: Callable[[str], None],
-) -> None:
-    """All cells of one model."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = random_model(shape, layers, device)
-    model.set_experts_implementation("batched_mm")  # what generate uses for decoding
-    places = find_routers(model)
-    size = (len(places), places[0].experts, places[0].top_k)
-    traces = {
-        name: draw_trace(found, name, sum(steps), *size, seed=number)
-        for number, (name, found) in enumerate(statistics.items())
-    }
-    say(f"{shape}, {size[0]} layers: made")
-    first = next(iter(traces.values()))
-    compute = time_steps(model, first, 4, _RESIDENT_TOKENS, None).ms
-    speed = results.conditions["link_gb_s"] * 1e9
+@dataclass(frozen=True)
+class Run:
+    """What is measured of every model.
 
-    def add(system: str, resident: float, trace: str, timed: Timed) -> None:
-        bound = max(compute, 1e3 * timed.missed / speed)
+    Attributes:
+        residents: shares of experts in slots.
+        statistics: that traces are drawn from, by name.
+        systems: names.
+        steps: to settle, and to count in every round.
+        rounds: how many.
+        results: where rows go.
+        say: tells people.
+    """
+
+    residents: list[float]
+    statistics: dict[str, Statistics]
+    systems: list[str]
+    steps: tuple[int, int]
+    rounds: int
+    results: Results
+    say: Callable[[str], None]
+
+    def model(self, shape: str, layers: int | None) -> None:
+        """All cells of one model."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = random_model(shape, layers, device)
+        model.set_experts_implementation("batched_mm")  # what generate uses for decoding
+        places = find_routers(model)
+        size = (len(places), places[0].experts, places[0].top_k)
+        traces = {
+            name: draw_trace(found, name, sum(self.steps), *size, seed=number)
+            for number, (name, found) in enumerate(self.statistics.items())
+        }
+        first = next(iter(traces.values()))
+        compute = time_resident(model, first)
+        self.say(f"{shape}, {size[0]} layers: {compute:.1f} ms with all experts resident")
+        ours = [system for system in self.systems if system != ACCELERATE]
+        for resident in self.residents if ours else []:
+            hf_subbyte_moe.apply(model, {"experts": {"placement": "offload", "gpu_slots": resident, "prefetch": OFF}})
+            engine = engine_of(model)
+            assert engine is not None
+            for name, trace in traces.items():
+                for system, timed in time_cell(model, engine, trace, ours, self.steps, self.rounds).items():
+                    self._add(shape, size[0], compute, (resident, name, system), timed)
+        hf_subbyte_moe.restore(model)
+        compute = min(compute, time_resident(model, first))
+        self.say(f"{shape}: {compute:.1f} ms with all experts resident, the better of two")
+        self.results.bound_by(shape, compute)
+        for resident in sorted(self.residents, reverse=True) if ACCELERATE in self.systems else []:
+            timed = time_accelerate(model, resident, first)
+            for name in traces:  # whole layers come, whatever is chosen
+                self._add(shape, size[0], compute, (resident, name, ACCELERATE), timed)
+
+    def _add(self, shape: str, layers: int, compute: float, cell: tuple[float, str, str], timed: Timed) -> None:
+        resident, trace, system = cell
         row = {
             "model": shape,
-            "layers": size[0],
+            "layers": layers,
             "resident": resident,
             "system": system,
             "trace": trace,
             "ms": round(timed.ms, 3),
             "hit_rate": round(timed.hit_rate, 4),
             "bytes": round(timed.bytes),
-            "share_of_bound": round(bound / timed.ms, 4),
-            "compute_ms": round(compute, 3),
-            **{key: results.conditions[key] for key in ("device", "commit")},
+            "missed_bytes": round(timed.missed),
+            **{key: self.results.conditions[key] for key in ("device", "commit")},
         }
-        results.add(row)
-        say(f"{shape} {resident:.2f} {trace} {system}: {timed.ms:.1f} ms, {bound / timed.ms:.2f} of the bound")
-
-    say(f"{shape}: {compute:.1f} ms with all experts resident")
-    ours = [system for system in systems if system != ACCELERATE]
-    if ours:
-        for resident in residents:
-            hf_subbyte_moe.apply(model, {"experts": {"placement": "offload", "gpu_slots": resident, "prefetch": OFF}})
-            engine = engine_of(model)
-            assert engine is not None
-            for name, trace in traces.items():
-                for system in ours:
-                    use_system(model, engine, system)
-                    add(system, resident, name, time_steps(model, trace, steps[0], steps[1], engine))
-        hf_subbyte_moe.restore(model)
-    if ACCELERATE in systems:
-        for resident in sorted(residents, reverse=True):
-            timed = time_accelerate(model, resident, first)
-            for name in traces:  # whole layers come, whatever is chosen
-                add(ACCELERATE, resident, name, timed)
+        self.results.add(row)
+        share = self.results.bound_by(shape, compute)[resident, trace, system]
+        self.say(f"{shape} {resident:.2f} {trace} {system}: {timed.ms:.1f} ms, {share:.2f} of the bound")
 
 
 def reference_statistics(sidecar: Path | None) -> Statistics:
@@ -327,8 +195,9 @@ def bench_experts(
     resident: Annotated[list[float] | None, typer.Option(min=0.05, max=1, help="Shares of experts in slots.")] = None,
     trace: Annotated[list[str] | None, typer.Option(help=f"{REFERENCE}, {UNIFORM}.")] = None,
     system: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(SYSTEMS)}.")] = None,
-    warm_up: Annotated[int, typer.Option(min=0, help="Steps before those that count.")] = 32,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that count.")] = 24,
+    settle: Annotated[int, typer.Option(min=1, help="Steps in which governors settle.")] = 26,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that count in a round.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which systems take turns; the median counts.")] = 3,
     statistics: Annotated[
         Path | None, typer.Option(help="Sidecar of the model that traces imitate.", show_default="the reference MoE's")
     ] = None,
@@ -355,25 +224,26 @@ def bench_experts(
         "link_gb_s": round(min(link_speed(device) / 1e9, 1e6), 2),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "context": _CONTEXT,
-        "warm_up": warm_up,
+        "context": CONTEXT,
+        "settle": settle,
         "steps": steps,
+        "rounds": rounds,
         "statistics": known.source,
         "commit": commit,
     }
     results = Results(json_file, conditions)
     start = time.perf_counter()
+    run = Run(
+        resident or [0.25, 0.5, 0.75],
+        {name: every[name] for name in trace or every},
+        system or list(SYSTEMS),
+        (settle, steps),
+        rounds,
+        results,
+        lambda text: console.print(f"{time.perf_counter() - start:6.1f} s  {text}", highlight=False),
+    )
     for number, shape in enumerate(shapes):
-        run_model(
-            shape,
-            layers[number] if layers else layers_that_fit(shape),
-            resident or [0.25, 0.5, 0.75],
-            {name: every[name] for name in trace or every},
-            system or list(SYSTEMS),
-            (warm_up, steps),
-            results,
-            lambda text: console.print(f"{time.perf_counter() - start:6.1f} s  {text}", highlight=False),
-        )
+        run.model(shape, layers[number] if layers else layers_that_fit(shape))
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

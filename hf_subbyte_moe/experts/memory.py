@@ -66,6 +66,8 @@ class HostBuffer:
                 block.madvise(mmap.MADV_HUGEPAGE)
         self._block = block
         self.tensor = torch.frombuffer(block, dtype=torch.uint8)
+        if pin:
+            self.tensor.zero_()  # by all cores; registering would touch the pages one by one
         self.pinned = pin and _register(self.tensor)
         if self.pinned:
             weakref.finalize(self, _unregister, self.tensor)

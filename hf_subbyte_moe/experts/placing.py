@@ -240,15 +240,18 @@ def _bank(planned: Plan, loading: Loading | None, pin: bool) -> Bank:
         on_cpu = all(weight.device.type == "cpu" for module in modules for weight in module.parameters())
         refuse_too_large(planned.nbytes // len(modules) if on_cpu else planned.nbytes, "the experts in host memory")
         return HostBank([partial(taken, module) for module in modules], layout, experts, pin)
-    folder: Any
-    if loading is not None and loading.experts_files is not None:
-        files, folder = loading.experts_files, loading.folder
-    else:
-        folder = tempfile.TemporaryDirectory(prefix="hf-subbyte-moe-")
-        files = [write_files(Path(folder.name), layer, taken(module)) for layer, module in enumerate(modules)]
+    given = None if loading is None else loading.experts_files
+    folder: Any = None if loading is None else loading.folder
+    if given is None or any(file.map().dtype != layout.dtype for file in given[0].values()):
+        own = tempfile.TemporaryDirectory(prefix="hf-subbyte-moe-")
+        files = []
+        for layer, module in enumerate(modules):  # the checkpoint's files serve as they are, but for another dtype
+            weights = taken(module) if given is None else {name: file.map() for name, file in given[layer].items()}
+            files.append(write_files(Path(own.name), layer, weights, layout.dtype))
+        given, folder = files, own
     kept = int(_KEPT_SHARE * available_memory() / layout.nbytes)
     kept = max(_LEAST_KEPT, min(planned.slabs, kept))
-    return DiskBank(files, layout, experts, kept, pin, folder)
+    return DiskBank(given, layout, experts, kept, pin, folder)
 
 
 def _choose_predictor(

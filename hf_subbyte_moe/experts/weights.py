@@ -238,8 +238,8 @@ class DiskBank:
         return self._buffer.nbytes
 
 
-def write_files(folder: Path, layer: int, weights: Mapping[str, Tensor]) -> dict[str, TensorFile]:
+def write_files(folder: Path, layer: int, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, TensorFile]:
     """Write one layer's experts where a :class:`DiskBank` finds them."""
     path = folder / f"experts-{layer:04d}.safetensors"
-    save_file({name: weight.detach().cpu().contiguous() for name, weight in weights.items()}, path)
+    save_file({name: weight.detach().to("cpu", dtype).contiguous() for name, weight in weights.items()}, path)
     return {name: TensorFile(path, name) for name in weights}

@@ -97,6 +97,16 @@ def test_loading_for_disk_keeps_experts_out_of_memory(family: str, tmp_path: Pat
     assert engine.bank.reads > 0
 
 
+def test_files_of_another_dtype_are_written_anew(tmp_path: Path) -> None:
+    model = tiny_moe("gpt_oss")  # its checkpoint holds experts as they are, so the loader would leave them there
+    model.save_pretrained(tmp_path)
+    expected = steps(model.bfloat16(), prompt(12))
+    options = {"experts": {"placement": "disk", "gpu_slots": 4}}
+    again: Any = AutoModelForCausalLM.from_pretrained(tmp_path, hf_subbyte_moe=options, dtype=torch.bfloat16).eval()
+    assert {weight.dtype for module in placed(again) for weight in module.parameters()} == {torch.bfloat16}
+    torch.testing.assert_close(expected, steps(again, prompt(12)), atol=0.1, rtol=0.1)
+
+
 def test_disk_with_two_slabs_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placing, "_KEPT_SHARE", 0.0)
     model = tiny_moe("mixtral")

@@ -1,0 +1,247 @@
+"""Times decode steps of models whose experts follow a trace: resident, in slots, and as accelerate moves them.
+
+Machines drift, so the systems of a cell take turns: each plays the same steps of the trace in every round, and the
+median round counts. Their governors settle before, on the steps before these.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from hf_subbyte_moe.compat import CACHE_KW
+from hf_subbyte_moe.experts import Engine
+from hf_subbyte_moe.experts.calibration import gate_of
+from hf_subbyte_moe.experts.governor import Governor
+from hf_subbyte_moe.experts.predictor import (
+    GATE,
+    HEAD,
+    ORACLE,
+    PREVIOUS,
+    Predictor,
+    PreviousToken,
+    States,
+    TrainedHead,
+)
+from hf_subbyte_moe.experts.replay import ExpertTrace, Oracle, Playback, ReplayedPredictor, played
+from hf_subbyte_moe.routing.families import experts_of_router, find_routers
+
+
+NONE, ACCELERATE = "none", "accelerate"
+CONTEXT = 256
+_RESIDENT_WARM_UP, _RESIDENT_STEPS = 12, 20
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Some decode steps.
+
+    Attributes:
+        ms: mean of a step, of the median round.
+        hit_rate: experts that were on the GPU when they were needed.
+        bytes: copied to the GPU a step.
+        missed: of these, bytes of experts that were needed and not on the GPU.
+    """
+
+    ms: float
+    hit_rate: float
+    bytes: float
+    missed: float
+
+
+class Decoder:
+    """One-token steps of a model, out of a cache that holds a context.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        config = model.config.get_text_config(decoder=True)
+        self._cache = DynamicCache(config=config)
+        self._token = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+        heads, width = config.num_key_value_heads, getattr(config, "head_dim", None)
+        width = width or config.hidden_size // config.num_attention_heads
+        for layer in range(config.num_hidden_layers):
+            states = torch.zeros(1, heads, CONTEXT, width, dtype=model.dtype, device=model.device)
+            self._cache.update(states, states, layer)
+
+    def step(self) -> float:
+        """Seconds of one step."""
+        _wait(self.model.device)
+        start = time.perf_counter()
+        self.model(self._token, **{CACHE_KW: self._cache}, use_cache=True)
+        _wait(self.model.device)
+        return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        gc.enable()
+
+
+def time_resident(model: PreTrainedModel, trace: ExpertTrace) -> float:
+    """Milliseconds of a step with every expert where the model is; the median."""
+    decoder = Decoder(model)
+    with _undisturbed(), played(model, Playback(trace, model.device)):
+        for _ in range(_RESIDENT_WARM_UP):
+            decoder.step()
+        return 1e3 * statistics.median(decoder.step() for _ in range(_RESIDENT_STEPS))
+
+
+@dataclass
+class System:
+    """One way to prefetch, with what it has learned.
+
+    Attributes:
+        name: "none" or a predictor's.
+        predictors: what it uses.
+        states: what these read.
+        governor: that chooses; None before the first step.
+        seconds: of a step, by round.
+        hits: experts needed, and missed.
+        copied: bytes, and of these bytes of experts that were needed.
+        steps: counted.
+    """
+
+    name: str
+    predictors: list[Predictor]
+    states: States | None = None
+    governor: Governor | None = None
+    seconds: list[float] = field(default_factory=list)
+    hits: tuple[int, int] = (0, 0)
+    copied: tuple[int, int] = (0, 0)
+    steps: int = 0
+
+    def timed(self) -> Timed:
+        """What was measured."""
+        asked, missed = self.hits
+        ms = 1e3 * statistics.median(self.seconds)
+        return Timed(ms, 1 - missed / asked, self.copied[0] / self.steps, self.copied[1] / self.steps)
+
+    def count(self, engine: Engine, seconds: list[float]) -> None:
+        """A round is over."""
+        counters = engine.counters
+        self.seconds.append(sum(seconds) / len(seconds))
+        self.hits = (self.hits[0] + counters.total("asked"), self.hits[1] + counters.total("missed"))
+        needed = counters.total("demand_bytes") + counters.total("useful_bytes")
+        self.copied = (self.copied[0] + counters.bytes, self.copied[1] + needed)
+        self.steps += len(seconds)
+
+
+def make_system(model: PreTrainedModel, playback: Playback, name: str, layers: int) -> System:
+    """A system whose predictions are a trace's.
+
+    Args:
+        model: the model.
+        playback: of the trace.
+        name: "none" or a predictor's.
+        layers: MoE layers.
+    """
+    places = find_routers(model)
+    if name == PREVIOUS:
+        return System(name, [PreviousToken(layers)])
+    if name == ORACLE:
+        return System(name, [Oracle(playback, layers)])
+    if name == GATE:
+        gate = gate_of(model, places)
+        assert gate is not None
+        gate.usable_without_check()
+        return System(name, [ReplayedPredictor(gate, playback)], gate.states)
+    if name == HEAD:
+        width = model.config.get_text_config(decoder=True).hidden_size
+        weights = torch.zeros(layers - 1, places[0].experts, width, dtype=model.dtype, device=model.device)
+        head = TrainedHead(weights, weights[:, :, 0], places[0].top_k)
+        return System(name, [ReplayedPredictor(head, playback)])
+    return System(NONE, [])
+
+
+def time_cell(
+    model: PreTrainedModel, engine: Engine, trace: ExpertTrace, names: list[str], steps: tuple[int, int], rounds: int
+) -> dict[str, Timed]:
+    """Time several systems on the same steps.
+
+    Args:
+        model: the model.
+        engine: of its placed experts.
+        trace: as long as all steps.
+        names: of the systems.
+        steps: to settle, and to count in every round.
+        rounds: how many.
+    """
+    playback = Playback(trace, model.device)
+    systems = [make_system(model, playback, name, engine.layers) for name in names]
+    settle, counted = steps
+    with _undisturbed(), played(model, playback):
+        for system in systems:
+            _use(engine, system)
+            _play(model, playback, 0, settle)
+            system.governor = engine.governor
+        for number in range(rounds):
+            for system in systems[number:] + systems[:number]:
+                _use(engine, system)
+                _play(model, playback, settle - 1, 1)  # the choice before comes from the same trace
+                engine.counters.reset()
+                system.count(engine, _play(model, playback, settle, counted))
+                gc.collect(0)
+    for system in systems:
+        if system.states is not None:
+            system.states.remove()
+    return {system.name: system.timed() for system in systems}
+
+
+def _use(engine: Engine, system: System) -> None:
+    engine.states = system.states
+    engine.use_predictors(system.predictors)
+    if system.governor is not None:
+        engine.governor = system.governor
+
+
+def _play(model: PreTrainedModel, playback: Playback, first: int, steps: int) -> list[float]:
+    """Seconds of each step."""
+    playback.token = first - 1
+    decoder = Decoder(model)
+    return [decoder.step() for _ in range(steps)]
+
+
+def time_accelerate(model: PreTrainedModel, resident: float, trace: ExpertTrace) -> Timed:
+    """Time one step of accelerate's CPU offload: the last layers' experts are in host memory and come whole."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+
+    places = find_routers(model)
+    modules = [experts_of_router(model, place) for place in places]
+    away = modules[round(resident * len(modules)) :]
+    moved = 0
+    for module in away:
+        moved += sum(weight.nbytes for weight in module.parameters())
+        module.to("cpu")
+        add_hook_to_module(module, AlignDevicesHook(execution_device=model.device, offload=True))
+    playback = Playback(trace, model.device)
+    try:
+        with _undisturbed(), played(model, playback):
+            seconds = _play(model, playback, 0, 1)
+    finally:
+        for module in away:
+            remove_hook_from_module(module)
+            vars(module).pop("forward", None)
+            module.to(model.device)
+    needed = moved * places[0].top_k / places[0].experts
+    return Timed(1e3 * seconds[0], 1 - len(away) / len(modules), moved, needed)
