@@ -2,8 +2,8 @@
 
 During a step everything that differs from the last one is read on the device: a counter of steps, which each step
 raises by one, and two tables that say which slot the token of a step takes and from which step on a slot is seen. So
-the same launches serve every step. Between two steps the host packs tiles that are due and fills the tables anew, and the
-attention's launches follow the new tiles at their old addresses (``SteadyAttention``).
+the same launches serve every step. Between two steps the host packs tiles that are due and fills the tables anew, and
+the attention's launches follow the new tiles at their old addresses (``SteadyAttention``).
 
 Gives up: caches with layers that do not pack, and tokens that may be taken back.
 """
