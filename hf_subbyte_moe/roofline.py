@@ -184,9 +184,10 @@ def read_config(name: str) -> PreTrainedConfig:
     """
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name)
-    except OSError as error:
+    except OSError as error:  # Transformers says it in a paragraph
+        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{name!r} is no Hub repository, folder or JSON file with a model's config: {error}"
+            f"{name!r} is no Hub repository, folder or JSON file with a model's config: {reason}"
         ) from None
     return config
 
