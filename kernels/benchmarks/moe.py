@@ -201,7 +201,7 @@ class Run:
             size = int(distinct * (layout.gate_up_bytes + layout.matrix_bytes(model.hidden, model.intermediate)))
             out = torch.empty_like(calls[0].hidden)
             room = torch.empty(workspace_bytes(calls[0]), dtype=torch.uint8, device=self.device)
-            for backend in self._backends(layout, count):
+            for backend in self._backends(model, layout, count):
                 named = {"model": model.name, "weights": name, "tokens": count, "backend": backend}
                 run = stock if backend == "stock" else functools.partial(_ours, out=out, room=room, backend=backend)
                 timed = [functools.partial(run, call) for call in calls]
@@ -225,10 +225,11 @@ class Run:
             calls.append(ExpertCall(hidden, ids.to(self.device), weights, gate_up, down, layout))
         return calls
 
-    def _backends(self, layout: ExpertLayout, tokens: int) -> list[str]:
+    def _backends(self, model: Experts, layout: ExpertLayout, tokens: int) -> list[str]:
         if self.device.type != "cuda":
             return ["torch"]
-        return ["cuda", "triton", *(["stock"] if not layout.packed and tokens <= _STOCK_TOKENS else [])]
+        portable = ["triton"] if model is MODELS[0] and tokens in (1, max(TOKENS)) else []
+        return ["cuda", *portable, *(["stock"] if not layout.packed and tokens <= _STOCK_TOKENS else [])]
 
     def _check(self, run: Callable[[ExpertCall], Tensor], call: ExpertCall) -> Record:
         """Error beside that of PyTorch in the model's dtype, on a few of the experts."""

@@ -109,6 +109,27 @@ def test_slots_strangers_shared_and_residual(kernel: Any, name: str, tokens: int
     check(kernel, replace(call, expert_ids=ids, expert_weights=call.expert_weights.half()), 1e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "config", [CudaConfig(8, 4, 2, 2, 4), CudaConfig(4, 1, 2, 4, 2), CudaConfig(2, 2, 1, 1, 8, 2)]
+)
+@pytest.mark.parametrize("name", ["model", "int4"])
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_many_more_stages_than_the_ring_holds(config: CudaConfig, name: str, tokens: int) -> None:
+    call = expert_call(layout(name, 2048, 1024, torch.bfloat16), experts=8, top_k=4, tokens=tokens)
+    right = exact(call)
+    for _ in range(5):
+        out = torch.full_like(call.hidden, torch.nan)
+        assert error(cuda_kernel.expert_mlp_cuda(call, out, configs=(config, config)), right) <= 1e-2
+
+
+def test_a_place_in_the_ring_belongs_to_one_team() -> None:
+    for warps, split, producers, stages in ((7, 1, 1, 10), (8, 3, 1, 4), (8, 4, 4, 6)):
+        with pytest.raises(ValueError, match="teams and producers must divide the stages"):
+            CudaConfig(warps, split, producers, stages, 8)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 def test_activations(kernel: Any, activation: str) -> None:
     call = expert_call(layout("model", 32, 32, torch.float16), activation=activation)
@@ -216,7 +237,7 @@ def test_it_compiles(name: str, down: bool, bucket: int) -> None:
         bucket=bucket,
         index_dtype=torch.int64,
         weight_dtype=torch.float32,
-        config=CudaConfig(8, 4, 2, 3, 8),
+        config=CudaConfig(8, 4, 2, 4, 8),
     )
     assert nvrtc.compile_source(nvrtc.full_text(cuda_kernel._SOURCE, variant.defined()), "expert_mlp.cu", "sm_90")
 

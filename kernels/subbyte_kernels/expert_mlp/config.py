@@ -35,13 +35,18 @@ class CudaConfig:
     step: int
     blocks_per_sm: int = 1
 
+    def __post_init__(self) -> None:
+        teams, rest = divmod(self.warps, self.split)
+        if rest or self.stages % teams or self.stages % self.producers:
+            raise ValueError(f"{self}: teams and producers must divide the stages")
+
 
 def default_config(layout: ExpertLayout, bucket: int, down: bool) -> CudaConfig:
     """What is right for every shape."""
     if layout.format is not ExpertFormat.MODEL:
-        return CudaConfig(8, 2, 2, 6, 4)
+        return CudaConfig(8, 4, 2, 4, 4, 1 if down else 2)
     width = layout.intermediate if down else layout.hidden
-    return CudaConfig(8, 4 if bucket <= 8 else 8, 4, 3, min(32, width // 32))
+    return CudaConfig(8, 4 if bucket <= 8 else 8, 2, 4, min(24, width // 32))
 
 
 @lru_cache(maxsize=1)

@@ -96,6 +96,7 @@ class _Variant:
             "PRODUCERS": self.config.producers,
             "STAGES": self.config.stages,
             "STEP": self.config.step,
+            "MIN_BLOCKS": max(1 if self.bucket > 8 else 2, self.config.blocks_per_sm),  # 2: down beside gate_up
         }
 
     @property

@@ -23,7 +23,8 @@
 // The host defines, in front of warp.cuh and this text: DOWN, FORMAT (0 the model's dtype, 1 int4, 2 fp8), GROUP
 // (values that share a scale), MODEL_BF16, ACTIVATION (0 silu, 1 gelu, 2 gelu by tanh, 3 relu), HIDDEN, INTERMEDIATE,
 // SHARED_INTERMEDIATE (0 without shared expert), TOP_K, MAX_TOKENS (1, 8, 16), INDEX_BYTES, WEIGHT_KIND (0 fp32, 1 fp16,
-// 2 bf16), WARPS (that compute), SPLIT (of them for one stage), PRODUCERS, STAGES, STEP (chunks of a stage).
+// 2 bf16), WARPS (that compute), SPLIT (of them for one stage), PRODUCERS, STAGES, STEP (chunks of a stage),
+// MIN_BLOCKS (of a multiprocessor that registers must be enough for).
 
 struct Params {
     const u8* hidden;          // [T, HIDDEN]
@@ -61,6 +62,8 @@ constexpr int WIDTH = DOWN ? HIDDEN : INTERMEDIATE;
 constexpr int ITEM_TILES = (WIDTH + ROWS - 1) / ROWS;
 constexpr int SHARED_TILES = DOWN ? 0 : SHARED_INTERMEDIATE / 8;
 static_assert(STAGE_BYTES % 16 == 0 && WARPS % SPLIT == 0, "");
+// A wait for a phase of a barrier tells it from the one before alone, so whoever waits must have waited for that one too.
+static_assert(STAGES % TEAMS == 0 && STAGES % PRODUCERS == 0, "a place in the ring belongs to one team and one producer");
 
 extern __shared__ __align__(128) u8 shared_memory[];
 
@@ -312,7 +315,7 @@ DEVICE void multiply_chunk(float (&sum)[TILES][4], const Columns& columns, u32 u
         codes[0][4 * i] = a.x, codes[0][4 * i + 1] = a.y, codes[0][4 * i + 2] = a.z, codes[0][4 * i + 3] = a.w;
         codes[1][4 * i] = b.x, codes[1][4 * i + 1] = b.y, codes[1][4 * i + 2] = b.z, codes[1][4 * i + 3] = b.w;
     }
-    float part[TILES][4];
+    float part[2][TILES][4];  // two, so that products need not wait for each other
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
         const int group = GROUPS * q / 4;
@@ -320,7 +323,7 @@ DEVICE void multiply_chunk(float (&sum)[TILES][4], const Columns& columns, u32 u
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) part[tile][i] = 0;
+                for (int i = 0; i < 4; ++i) part[0][tile][i] = part[1][tile][i] = 0;
         u32 a[4], b[4];  // eight values of row g, of row g + 8
 #pragma unroll
         for (int i = 0; i < 4; ++i)
@@ -333,17 +336,15 @@ DEVICE void multiply_chunk(float (&sum)[TILES][4], const Columns& columns, u32 u
         for (int tile = 0; tile < TILES; ++tile) {
             const uint4 x = columns.value[tile][q];
             if (FORMAT == 1) {
-                mma(part[tile], CODE_OFFSET, CODE_OFFSET, CODE_OFFSET, CODE_OFFSET, x.x, x.y);
-                mma(part[tile], CODE_OFFSET, CODE_OFFSET, CODE_OFFSET, CODE_OFFSET, x.z, x.w);
+                mma(part[0][tile], CODE_OFFSET, CODE_OFFSET, CODE_OFFSET, CODE_OFFSET, x.x, x.y);
+                mma(part[1][tile], CODE_OFFSET, CODE_OFFSET, CODE_OFFSET, CODE_OFFSET, x.z, x.w);
             }
-            mma(part[tile], a[0], b[0], a[1], b[1], x.x, x.y);
-            mma(part[tile], a[2], b[2], a[3], b[3], x.z, x.w);
+            mma(part[0][tile], a[0], b[0], a[1], b[1], x.x, x.y);
+            mma(part[1][tile], a[2], b[2], a[3], b[3], x.z, x.w);
             if (GROUPS * (q + 1) % 4 == 0) {
                 const float up = from_bf16(scale[0][group]), low = from_bf16(scale[1][group]);
-                sum[tile][0] += up * part[tile][0];
-                sum[tile][1] += up * part[tile][1];
-                sum[tile][2] += low * part[tile][2];
-                sum[tile][3] += low * part[tile][3];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sum[tile][i] += (i < 2 ? up : low) * (part[0][tile][i] + part[1][tile][i]);
             }
         }
     }
@@ -385,7 +386,7 @@ DEVICE void finish_down(const Params& p, const float* red, int item) {
 
 // ---------------------------------------------------------------------------------------------- the kernel
 
-extern "C" __global__ void __launch_bounds__(THREADS, MAX_TOKENS > 8 ? 1 : 2) expert_mlp(const Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expert_mlp(const Params p) {
     __shared__ Lists lists;
     __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
     u8* ring = shared_memory;
