@@ -31,7 +31,7 @@ from hf_subbyte_moe.experts.predictor import (
     States,
     TrainedHead,
 )
-from hf_subbyte_moe.experts.weights import Bank, DiskBank, HostBank, SlabLayout, write_files
+from hf_subbyte_moe.experts.weights import Bank, DiskBank, HostBank, SlabLayout, TensorFile, write_files
 from hf_subbyte_moe.routing.families import RouterPlace, experts_of_router, find_routers
 
 
@@ -244,7 +244,7 @@ def _bank(planned: Plan, loading: Loading | None, pin: bool) -> Bank:
     folder: Any = None if loading is None else loading.folder
     if given is None or any(file.map().dtype != layout.dtype for file in given[0].values()):
         own = tempfile.TemporaryDirectory(prefix="hf-subbyte-moe-")
-        files = []
+        files: list[Mapping[str, TensorFile]] = []
         for layer, module in enumerate(modules):  # the checkpoint's files serve as they are, but for another dtype
             weights = taken(module) if given is None else {name: file.map() for name, file in given[layer].items()}
             files.append(write_files(Path(own.name), layer, weights, layout.dtype))
