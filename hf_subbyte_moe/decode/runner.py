@@ -163,6 +163,8 @@ def model_obstacle(model: PreTrainedModel) -> str | None:
         return "the model's config asks for hidden states, attentions or router logits"
     if engine_of(model) is not None:
         return "the host decides which of its experts are on the GPU (experts.placement)"
+    if getattr(model, "_device_mesh", None) is not None:
+        return "its parts lie on several ranks"
     if {parameter.device for parameter in model.parameters()} != {model.device}:
         return "its weights lie on several devices"
     for name, module in model.named_modules():
