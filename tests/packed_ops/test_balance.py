@@ -49,6 +49,19 @@ def test_within_a_head_the_cut_follows_the_cost() -> None:
     assert times.max() <= 1.25 * times.mean()
 
 
+def test_few_rounds_are_cut_by_rounds_and_many_by_cost() -> None:
+    """With few, no block has a round more than it must; with many, all cost the same but for a unit."""
+    costs = np.repeat([1.0, 1.0, 1.2, 1.2], 510).reshape(4, 510)
+    few = blocks_of(costs, heads=4)
+    rounds = [-(-(end - first) // 8) * costs[head, 0] for _, head, _, _, first, end, _ in few.tolist()]
+    assert max(rounds) <= 2.4  # two rounds; blocks of the same cost would have three
+    costs = np.repeat(costs, 4, axis=1)
+    many = blocks_of(costs, heads=4)
+    for head in range(4):
+        times = [costs[head, first:end].sum() for _, of, _, _, first, end, _ in many.tolist() if of == head]
+        assert max(times) - min(times) <= 2 * costs[head, 0]
+
+
 def test_rows_of_different_length_and_rows_without_tiles() -> None:
     costs = np.zeros((4, 600))
     costs[0, :600], costs[1, :60], costs[3, :2] = 1.0, 1.0, 1.0

@@ -2,6 +2,9 @@
 
 A block deals its units out to its warps in turn, so it takes a round for each unit of a warp, as long as the round's
 dearest unit, and a fixed time. Multiprocessors take the blocks of a launch in order, so the longest come first.
+
+Where blocks have few rounds, they are cut so that the longest sum of rounds is as short as it can be; where they have
+many, so that their units cost the same together: measured, not derived (``benchmarks/NOTES.md``).
 """
 
 import heapq
@@ -20,6 +23,7 @@ _FIXED_ROUNDS = 2.5  # what a block costs beside its units, in rounds of its war
 _WAVES = 3
 _PRECISION = 0.02
 _FINE_ROUNDS = 16
+_FEW_ROUNDS = 4.0
 _EVEN = 1.05
 
 # Cost of one side of a unit, half of what a unit of the two fastest tiers costs; measured at batch 8, 128k tokens.
@@ -45,7 +49,7 @@ def cut_lengths(units: tuple[int, ...], heads: int, slots: int, warps: int) -> N
         warps: warps of a block.
     """
     costs = (np.arange(max(units)) < np.array(units)[:, None]).astype(np.float64)
-    return _cut(costs, heads, slots, warps)
+    return _cut_by_rounds(costs, heads, slots, warps)
 
 
 def same_cost(costs: NDArray[np.float64]) -> bool:
@@ -68,10 +72,51 @@ def cut_rows(unit_costs: NDArray[np.float64], heads: int, slots: int, warps: int
     """
     if same_cost(unit_costs):
         return cut_lengths(tuple((unit_costs > 0).sum(1).tolist()), heads, slots, warps)
-    return _cut(unit_costs, heads, slots, warps)
+    few = float(unit_costs.sum()) < _FEW_ROUNDS * slots * warps
+    return (_cut_by_rounds if few else _cut_by_cost)(unit_costs, heads, slots, warps)
 
 
-def _cut(unit_costs: NDArray[np.float64], heads: int, slots: int, warps: int) -> NDArray[np.int32]:
+def _counts(costs: NDArray[np.float64], most: NDArray[np.int64], blocks: int) -> NDArray[np.int64]:
+    """Splits of each (row, head), about ``blocks`` together and in proportion to cost; 1 to ``most``."""
+    share = costs / max(costs.sum(), 1e-9) * blocks
+    counts: NDArray[np.int64] = np.clip(np.floor(share).astype(np.int64), 1, most)
+    for _ in range(blocks - int(counts.sum())):  # the rest to those whose splits are the longest
+        longest = np.argmax(np.where(counts < most, costs / counts, -1))
+        if counts[longest] == most[longest]:
+            break
+        counts[longest] += 1
+    return counts
+
+
+def _cut_by_cost(unit_costs: NDArray[np.float64], heads: int, slots: int, warps: int) -> NDArray[np.int32]:
+    """The blocks of a (row, head) cost the same, and those of all about the same."""
+    costs, prefix, units = unit_costs.sum(1), unit_costs.cumsum(1), (unit_costs > 0).sum(1)
+    most = np.clip(-(-units // warps), 1, MAX_SPLITS)  # a unit for each warp
+    best: tuple[float, NDArray[np.int64]] | None = None
+    for wave in range(1, _WAVES + 1):
+        if best is not None and slots * wave <= len(costs):
+            continue  # still one block each
+        counts = _counts(costs, most, slots * wave)
+        makespan = _makespan(np.repeat(costs / counts / warps + _FIXED_ROUNDS, counts).tolist(), slots)
+        if best is None or makespan < best[0]:
+            best = makespan, counts
+    assert best is not None
+    counts = best[1]
+    pair = np.repeat(np.arange(len(costs)), counts)
+    first = np.repeat(counts.cumsum() - counts, counts)
+    starts, ends = np.zeros(len(pair), dtype=np.int64), units[pair]
+    for cut in np.flatnonzero(counts > 1).tolist():
+        places = slice(int(counts[:cut].sum()), int(counts[: cut + 1].sum()))
+        targets = costs[cut] / counts[cut] * np.arange(1, counts[cut])
+        edges = np.minimum(np.searchsorted(prefix[cut], targets, side="left") + 1, units[cut])
+        starts[places][1:], ends[places][:-1] = edges, edges
+    columns = (pair // heads, pair % heads, np.arange(len(pair)) - first, counts[pair], starts, ends, first)
+    order = np.argsort(-(costs / counts)[pair], kind="stable")
+    return np.stack(columns, axis=1)[order].astype(np.int32)
+
+
+def _cut_by_rounds(unit_costs: NDArray[np.float64], heads: int, slots: int, warps: int) -> NDArray[np.int32]:
+    """The longest sum of a block's rounds is nearly as short as it can be."""
     # where a block has many rounds, edges between groups of units are fine enough
     ideal = float(unit_costs.sum()) / (slots * warps)
     grain = max(1, int(ideal / _FINE_ROUNDS))
