@@ -41,6 +41,7 @@ from subbyte_kernels.router import RouterMatrix, RouterSpec, router, router_refe
 DTYPE = torch.bfloat16
 FORMATS = {"bf16": (ExpertFormat.MODEL, 32), "int4": (ExpertFormat.INT4, 32), "fp8": (ExpertFormat.FP8, 32)}
 TOKENS = (1, 2, 4, 8, 16)
+BACKENDS = ("cuda", "triton", "stock")
 _CALLS = 16  # of a graph
 _CHECKED_EXPERTS = 16  # the reference unpacks what it reads
 _STOCK_TOKENS = 4  # more, and its copies of weights need more memory than there is
@@ -156,8 +157,8 @@ def stock(call: ExpertCall) -> Tensor:
 class Run:
     """Rows of both result files."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.clock, self.device = Clock(device), device
+    def __init__(self, device: torch.device, backends: Sequence[str] = BACKENDS) -> None:
+        self.clock, self.device, self.wanted = Clock(device), device, backends
         self.copy_gbs = self.clock.copy_gbs() if device.type == "cuda" else self.clock.copy_gbs(1 << 24)
         self.conditions = conditions_of(device, self.copy_gbs)
         self.experts: list[Record] = []
@@ -229,7 +230,8 @@ class Run:
         if self.device.type != "cuda":
             return ["torch"]
         portable = ["triton"] if model is MODELS[0] and tokens in (1, max(TOKENS)) else []
-        return ["cuda", *portable, *(["stock"] if not layout.packed and tokens <= _STOCK_TOKENS else [])]
+        known = ["cuda", *portable, *(["stock"] if not layout.packed and tokens <= _STOCK_TOKENS else [])]
+        return [backend for backend in known if backend in self.wanted]
 
     def _check(self, run: Callable[[ExpertCall], Tensor], call: ExpertCall) -> Record:
         """Error beside that of PyTorch in the model's dtype, on a few of the experts."""
@@ -257,7 +259,7 @@ class Run:
         ]
         for count in tokens:
             states = torch.randn(count, model.hidden, generator=generator, device=self.device).to(DTYPE)
-            for backend in ("cuda", "triton", "stock") if self.device.type == "cuda" else ("torch",):
+            for backend in self.wanted if self.device.type == "cuda" else ("torch",):
                 if backend == "stock":
                     calls = [functools.partial(router_reference, states, matrix, model.spec) for matrix in matrices]
                 else:
@@ -290,6 +292,7 @@ def _check_router(model: Router, states: Tensor, matrices: list[RouterMatrix], b
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the result files.")] = results.RESULTS,
     only: Annotated[str, typer.Option(help="experts or router; both if it is not given.")] = "",
+    backend: Annotated[list[str] | None, typer.Option(help="cuda, triton or stock; repeat for more.")] = None,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Tiny shapes, seconds; writes to a temporary folder.")
     ] = False,
@@ -300,7 +303,7 @@ def main(
         raise typer.BadParameter("measuring needs a CUDA device; --smoke goes through everything on a CPU")
     torch.set_float32_matmul_precision("highest")
     folder = Path(tempfile.mkdtemp(prefix="moe_")) if smoke else out
-    run = Run(device)
+    run = Run(device, tuple(backend or BACKENDS))
     tokens = (1, 3) if smoke else TOKENS
     with torch.no_grad():
         if only != "experts":
