@@ -112,7 +112,8 @@ def _cut_by_cost(unit_costs: NDArray[np.float64], heads: int, slots: int, warps:
         starts[places][1:], ends[places][:-1] = edges, edges
     columns = (pair // heads, pair % heads, np.arange(len(pair)) - first, counts[pair], starts, ends, first)
     order = np.argsort(-(costs / counts)[pair], kind="stable")
-    return np.stack(columns, axis=1)[order].astype(np.int32)
+    made: NDArray[np.int32] = np.stack(columns, axis=1)[order].astype(np.int32)
+    return made
 
 
 def _cut_by_rounds(unit_costs: NDArray[np.float64], heads: int, slots: int, warps: int) -> NDArray[np.int32]:
@@ -228,7 +229,7 @@ def extend_blocks(blocks: NDArray[np.int32], units: NDArray[np.int64], heads: in
         units: ``[B * H]`` units of each (row, head) now, none less than when they were cut.
         heads: H.
     """
-    extended = blocks.copy()
+    extended: NDArray[np.int32] = blocks.copy()
     last = blocks[:, 2] == blocks[:, 3] - 1
     extended[last, 5] = units[blocks[last, 0] * heads + blocks[last, 1]]
     return extended
