@@ -86,24 +86,35 @@ def memory() -> str:
 
 
 def latency_short() -> str:
-    """``generate`` with one part after another switched on."""
-    rows = _rows("latency")
+    """``generate``: the fastest stock run of each cell beside our fastest; every step between is in eval/README.md."""
+    rows = [row for row in _rows("latency") if row["ms_generate"] is not None]
     if not rows:
-        return "Not measured yet: `hf-subbyte-moe bench latency`."
+        return "Not measured yet: `hf-subbyte-moe bench latency --json eval/results/latency.json`."
+    cells: dict[tuple[str, int, int], tuple[list[Row], list[Row]]] = {}
+    for row in rows:
+        stock, ours = cells.setdefault((row["model"], row["context"], row["batch"]), ([], []))
+        (stock if row["system"].startswith("stock") else ours).append(row)
     lines = [
-        [
-            f"{row['model']}, {row['weights']}, {row['context']:,} tokens, batch {row['batch']}",
-            row["system"],
-            shown(row["ms_generate"], ".2f"),
-            shown(row["ms_step"], ".2f"),
-            shown(row["share_of_roofline"], ".0%"),
-            shown(row["peak_gb"], ".1f"),
-        ]
-        for row in rows
-        if row["batch"] in _SHOWN_BATCHES
+        [f"{model}, {context:,} tokens, batch {batch}", *_fastest(stock, ours)]
+        for (model, context, batch), (stock, ours) in cells.items()
     ]
-    header = ["model", "system", "`generate`, ms a token", "step, ms", "of the roofline", "peak, GB"]
+    header = ["one GPU", "stock, ms a token", "ours", "with", "times faster", "of the roofline", "peak, GB"]
     return f"{table(header, lines)}\n\n{_devices(rows)}"
+
+
+def _fastest(stock: list[Row], ours: list[Row]) -> list[str]:
+    """Cells of a line; a dash where one side did not run."""
+    base, best = (min(rows, key=lambda row: row["ms_generate"], default=None) for rows in (stock, ours))
+    if best is None:
+        return ["-" if base is None else f"{base['ms_generate']:.1f}", *["-"] * 5]
+    return [
+        "-" if base is None else f"{base['ms_generate']:.1f}",
+        f"{best['ms_generate']:.1f}",
+        f"{best['system']}, {best['weights']}",
+        "-" if base is None else f"{base['ms_generate'] / best['ms_generate']:.1f}",
+        shown(best["share_of_roofline"], ".0%"),
+        shown(best["peak_gb"], ".1f"),
+    ]
 
 
 def experts() -> str:

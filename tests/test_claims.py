@@ -101,7 +101,15 @@ def test_what_no_machine_here_can_run(results: Any) -> None:
         results("distributed", rows)
         cells = line_of("routing 3.2 to under 0.4 ms")
         assert cells[2] == f"**{verdict}**"
-        assert "+4.00 ms saved, 40% fewer bytes across" in cells[3]
+        assert f"+4.00 ms saved and 40% fewer bytes on {gpus} GPUs" in cells[3]
+    routers = [
+        {"model": "Q", "tokens": 1, "backend": name, "us": us, "failed": None}
+        for name, us in (("stock", 50.0), ("cuda", 5.0))
+    ]
+    results("distributed", [])
+    results("router", routers)
+    assert line_of("routing 3.2 to under 0.4 ms")[2] == f"**{PART}**"
+    assert "0.24 ms in 48 layers" in line_of("routing 3.2 to under 0.4 ms")[3]
 
 
 def test_prefetch_needs_half_the_time(results: Any) -> None:
