@@ -1,5 +1,6 @@
 """Captured steps on a GPU: run with ``pytest -m gpu`` on a machine that has one."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -35,13 +36,19 @@ def model_of(kind: str, cache: dict[str, Any], fused: bool, **options: Any) -> A
     return hf_subbyte_moe.apply(model, {"kv_cache": cache, "decode": {"cuda_graph": True, "fused": fused}})
 
 
-def forced(model: Any, ids: torch.Tensor, start: int) -> tuple[torch.Tensor, Any]:
-    """``[steps, rows, vocabulary]`` logits of known tokens, one at a time behind a prompt, and what computed them."""
+def filled(model: Any, ids: torch.Tensor) -> EntropySubbyteCache:
+    """A cache that holds a prompt."""
     cache = EntropySubbyteCache(model.config, **model.config.hf_subbyte_moe["kv_cache"])
     with torch.no_grad():
-        logits = [model(ids[:, :start], **{CACHE_KW: cache}).logits[:, -1]]
-        for step in range(start, ids.shape[1]):
-            logits.append(model(ids[:, step : step + 1], **{CACHE_KW: cache}).logits[:, -1])
+        model(ids, **{CACHE_KW: cache})
+    return cache
+
+
+def forced(model: Any, ids: torch.Tensor, prompt_cache: EntropySubbyteCache) -> tuple[torch.Tensor, Any]:
+    """``[steps, rows, vocabulary]`` logits of known tokens, one at a time behind a prompt, and what computed them."""
+    cache = copy.deepcopy(prompt_cache)
+    with torch.no_grad():
+        logits = [model(token, **{CACHE_KW: cache}).logits[:, -1] for token in ids.split(1, 1)]
     steps = model.forward.graphed(cache) if "forward" in vars(model) else None
     return torch.stack(logits), steps
 
@@ -52,31 +59,33 @@ def test_replays_equal_the_same_steps_without_a_graph(
     kind: str, rows: int, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of(kind, MIXED, fused, **WIDE)
-    ids = prompt(700 + STEPS, rows).cuda()
-    replayed, graph = forced(model, ids, 700)
+    cache, ids = filled(model, prompt(700, rows).cuda()), prompt(STEPS, rows, seed=1).cuda()
+    replayed, graph = forced(model, ids, cache)
     assert graph.is_fused == fused
     assert graph.replays == STEPS - graph.captures  # a warm-up for each capture
     assert graph.captures <= 2  # flushes do not capture again, but for a pool that grew
     monkeypatch.setattr(runner, "_GRAPHED", ())
     monkeypatch.setattr(runner, "_UNGRAPHED", ("cuda",))
     model.forward._room = None
-    launched, plain = forced(model, ids, 700)
+    launched, plain = forced(model, ids, cache)
     assert plain.captures == plain.replays == 0
     assert torch.equal(replayed, launched)
     hf_subbyte_moe.apply(model, {"kv_cache": MIXED})
-    eager, _ = forced(model, ids, 700)
+    eager, _ = forced(model, ids, cache)
     error = (replayed.float() - eager.float()).abs().max()
     assert error <= 0.03 * eager.float().abs().max()  # other sums of the same numbers in bf16
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen3_moe"])
 def test_fused_logits_are_as_near_to_fp32_as_the_models_own(kind: str) -> None:
-    ids = prompt(600 + 500).cuda()
-    fused, modules = (forced(model_of(kind, MIXED, part, **WIDE), ids, 600)[0] for part in (True, False))
-    wide = model_of(kind, MIXED, fused=False, **WIDE).float()
-    hf_subbyte_moe.apply(wide, {"kv_cache": MIXED})
-    exact, _ = forced(wide, ids, 600)
-    errors = [(made.float() - exact).square().mean().sqrt() for made in (fused, modules)]
+    first, ids = prompt(600).cuda(), prompt(500, seed=1).cuda()
+    made = {}
+    for name in ("fused", "modules", "fp32"):
+        model = model_of(kind, MIXED, name == "fused", **WIDE)
+        if name == "fp32":
+            hf_subbyte_moe.apply(model.float(), {"kv_cache": MIXED})
+        made[name] = forced(model, ids, filled(model, first))[0].float()
+    errors = [(made[name] - made["fp32"]).square().mean().sqrt() for name in ("fused", "modules")]
     assert errors[0] <= 2 * errors[1]
 
 
@@ -89,7 +98,7 @@ def test_tokens_equal_dynamic_cache(kind: str) -> None:
     for options in ({"do_sample": False}, {"do_sample": True, "top_k": 5}):
         torch.manual_seed(0)
         plain = model.generate(ids, **settings, **options)
-        hf_subbyte_moe.apply(model, {"kv_cache": EXACT, "decode": {"cuda_graph": "auto"}})
+        hf_subbyte_moe.apply(model, {"kv_cache": EXACT, "decode": {"fused": False}})
         torch.manual_seed(0)
         made = model.generate(ids, **settings, **options)
         assert torch.equal(made.sequences, plain.sequences)
