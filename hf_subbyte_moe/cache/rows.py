@@ -142,7 +142,9 @@ class RowCodecs:
         if self.frozen[row]:
             return
         self.frozen[row] = freeze
-        self.mean[row] = key.float().mean(1)
+        self.mean[row] = key.mean(1, dtype=torch.float32)
+        if not self._online and all(codec.table is Table.CODEBOOK for codec in self._tiers):
+            return
         centred = (key.float() - self.mean[row][:, None], value.float())
         for side in (KEYS, VALUES):
             for codec in self._tiers:

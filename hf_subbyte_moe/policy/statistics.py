@@ -207,8 +207,13 @@ class RowProbe:
     def _projected(self, output: Tensor) -> Tensor:
         """``[..., H, S, hidden]``: what ``[..., HQ, S, Dv]`` outputs of the query heads of each KV head add up to."""
         assert self._weight is not None
-        grouped = output.unflatten(-3, (self._heads, -1)).transpose(-3, -2).flatten(-2)  # [..., H, S, G * Dv]
-        projected: Tensor = (grouped.to(self._weight.dtype) @ self._weight).float()
+        grouped = (
+            output.unflatten(-3, (self._heads, -1)).movedim(-4, 0).movedim(-3, -2).flatten(-2)
+        )  # [H, ..., S, G * Dv]
+        flat = (
+            grouped.to(self._weight.dtype).flatten(1, -2) @ self._weight
+        )  # the weight once, whatever the leading axes
+        projected: Tensor = flat.float().unflatten(1, grouped.shape[1:-1]).movedim(0, -3)
         return projected
 
     def _total_energy(self) -> Tensor:

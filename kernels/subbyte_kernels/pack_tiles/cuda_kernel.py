@@ -20,6 +20,8 @@ _UNPACK_SOURCE = Path(__file__).with_name("unpack_tiles.cu")
 _MIN_CAPABILITY = {Encoding.FLOAT8: (8, 9)}  # the conversion to E4M3
 _LOOKUP_POINTS = 1 << 16  # of the lattice that 2-D codes are looked up on
 _LOOKUP_THREADS = 256
+_TEAM = 8  # warps that share a unit of 64 tokens where there are few units
+_FEW_UNITS = 4  # for each multiprocessor
 
 
 def pack_obstacle(states: Tensor, fmt: TileFormat, signs: Tensor | None) -> str | None:
@@ -79,27 +81,28 @@ def defined_for(head_dim: int, fmt: TileFormat, order: Order, dtype: torch.dtype
         "DTYPE": _DTYPES[dtype],
         "MEAN": int(mean),
         "WARPS": _warps(head_dim, dtype),
+        "TEAM": 1,
     }
 
 
-def _shared_bytes(head_dim: int, fmt: TileFormat, warps: int) -> int:
-    """Shared memory of a block: tables, then each warp's codes, rows for the tensor cores, and scales."""
+def _shared_bytes(head_dim: int, fmt: TileFormat, warps: int, team: int) -> int:
+    """Shared memory of a block: tables, each unit's codes and scales, and each warp's rows for the tensor cores."""
     tables = {1: 0, 2: _LOOKUP_POINTS, 4: 16 * fmt.entries}[fmt.vector_dim] + 4 * fmt.entries
     own = 16 if head_dim % 64 else head_dim // 4
     rows = 32 * (own // 4) * 16 if fmt.vector_dim == 4 else 0
-    return tables + warps * (64 * head_dim // fmt.vector_dim + rows + 128)
+    return tables + warps // team * (64 * head_dim // fmt.vector_dim + 128) + warps * rows
 
 
 @lru_cache(maxsize=128)
 def _kernel(
-    device: int, head_dim: int, fmt: TileFormat, order: Order, dtype: torch.dtype, mean: bool
+    device: int, head_dim: int, fmt: TileFormat, order: Order, dtype: torch.dtype, mean: bool, few: bool
 ) -> tuple[nvrtc.Kernel, int, int]:
-    """The kernel, its blocks that the device runs at once, and units of a block."""
-    defined = defined_for(head_dim, fmt, order, dtype, mean)
-    warps = _warps(head_dim, dtype)
-    shared = _shared_bytes(head_dim, fmt, warps)
+    """The kernel, its blocks that are launched at most, and units that a block works on; ``few`` units in all."""
+    warps, team = (_TEAM, _TEAM) if few else (_warps(head_dim, dtype), 1)
+    defined = {**defined_for(head_dim, fmt, order, dtype, mean), "WARPS": warps, "TEAM": team}
+    shared = _shared_bytes(head_dim, fmt, warps, team)
     kernel = nvrtc.Kernel(_SOURCE, "pack_tiles", defined, device, 32 * warps, shared)
-    return kernel, nvrtc.device_limits(device)[0], warps
+    return kernel, (_FEW_UNITS if few else 1) * nvrtc.device_limits(device)[0], warps // team
 
 
 @lru_cache(maxsize=128)
@@ -176,8 +179,10 @@ def pack_tiles_cuda(
     pointers = (states, begins, mean, signs, table, lookup, records)
     units = 2 * tiles
     params = struct.pack("<8Q", *(0 if tensor is None else tensor.data_ptr() for tensor in pointers), units)
-    kernel, most, warps = _kernel(states.device.index, dim, fmt, order, states.dtype, mean is not None)
-    kernel.launch((min(most, -(-units // warps)), 1, 1), params, stream)
+    device = states.device.index
+    few = units <= _FEW_UNITS * nvrtc.device_limits(device)[0]
+    kernel, most, together = _kernel(device, dim, fmt, order, states.dtype, mean is not None, few)
+    kernel.launch((min(most, -(-units // together)), 1, 1), params, stream)
     return records
 
 

@@ -9,7 +9,9 @@
 //        2^11, sums exact in fp32). The eighth bits below the point hold the entry's number, so that a maximum of three
 //        is one instruction for two entries and finds number and score at once; ties go to the lower number.
 //
-// Definitions: tile.cuh.
+// A unit belongs to one warp, or, where there are few, to a block whose warps divide its tokens.
+//
+// Definitions: tile.cuh; TEAM, the warps of a unit: 1 or WARPS.
 
 #include "tile.cuh"
 
@@ -28,8 +30,10 @@ struct Params {
     u64 units;              // 2 M
 };
 
-// lookup | scoring | norms of entries | of each warp: stage, rows, scales
-constexpr int NORMS_AT = LOOKUP + SCORING, WARPS_AT = NORMS_AT + 4 * ENTRIES, OF_WARP = STAGE + ROWS + 2 * UNIT;
+// lookup | scoring | norms of entries | of each unit in work: stage, scales, rows of each warp
+constexpr int NORMS_AT = LOOKUP + SCORING, TEAMS_AT = NORMS_AT + 4 * ENTRIES, OF_TEAM = STAGE + TEAM * ROWS + 2 * UNIT;
+constexpr int TEAMS = WARPS / TEAM;
+static_assert(TEAM == 1 || TEAM == WARPS, "a unit belongs to a warp or to a block");
 
 // Two values as fp16, limited to +-127 steps.
 DEVICE u32 limited(float low, float high) {
@@ -132,11 +136,11 @@ DEVICE u16 encode(u32 (&codes)[MINE / 4], float (&x)[OWN], u8 *rows, const Lane 
 #pragma unroll
         for (int i = 0; i < MINE; ++i) norm += norms[codes[i / 4] >> (i % 4 * 8) & 255u];
         norm = count_of_token(own.active ? norm : 0);
-        const float decoded = __fsqrt_rn(__fdiv_rn((float)norm, 1024.0f * D));
+        const float decoded = __fsqrt_rn(__fmul_rn((float)norm, (float)(1.0 / (1024.0 * D))));
         return to_bf16(fminf(__fdiv_rn(root, fmaxf(decoded, TINY)), BF16_MAX));
     } else {
-        constexpr float MOST = KIND == FP6 ? 7.5f : 448.0f;
-        const u16 bits = round_up_bf16(__fdiv_rn(__fmul_rn(largest_of_token(x), FACTOR), MOST));
+        constexpr double MOST = KIND == FP6 ? 7.5 : 448.0;
+        const u16 bits = round_up_bf16(__fmul_rn(largest_of_token(x), (float)(EXACT_FACTOR / MOST)));
         const float inverse = __fdiv_rn(FACTOR, fmaxf(from_bf16(bits), TINY));
 #pragma unroll
         for (int i = 0; i < MINE; ++i) {
@@ -192,34 +196,40 @@ DEVICE void prepare(const Params &p) {
     __syncthreads();
 }
 
+DEVICE void join() {  // the warps that work on a unit
+    if constexpr (TEAM == 1) __syncwarp();
+    else __syncthreads();
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) pack_tiles(const __grid_constant__ Params p) {
     const int warp = __shfl_sync(FULL, threadIdx.x >> 5, 0);  // the compiler knows now that a warp shares it
-    u8 *stage = shared + WARPS_AT + warp * OF_WARP, *rows = stage + STAGE;
-    u16 *scales = reinterpret_cast<u16 *>(rows + ROWS);
+    const int member = warp % TEAM;
+    u8 *stage = shared + TEAMS_AT + warp / TEAM * OF_TEAM, *rows = stage + STAGE + 2 * UNIT + member * ROWS;
+    u16 *scales = reinterpret_cast<u16 *>(stage + STAGE);
     Lane own = lane_of(p.signs);
     prepare(p);
-    for (u64 unit = (u64)blockIdx.x * WARPS + warp; unit < p.units; unit += (u64)gridDim.x * WARPS) {
+    for (u64 unit = (u64)blockIdx.x * TEAMS + warp / TEAM; unit < p.units; unit += (u64)gridDim.x * TEAMS) {
 #if MEAN
         take_mean(own, p.mean + unit / 2 * D);
 #endif
         uint4 raw[RAW];
         const u64 start = (p.places ? p.places[unit / 2] : unit / 2 * TILE * D) + ((unit & 1) * UNIT + own.lane / LANES) * D;
-        load(raw, p.states, start, own);
-        for (int first = 0; first < UNIT; first += STEP) {
+        load(raw, p.states, start + member * STEP * D, own);
+        for (int first = member * STEP; first < UNIT; first += TEAM * STEP) {
             const int token = first + own.lane / LANES;
             float x[OWN];
             rotate(x, raw, own);
-            if (first + STEP < UNIT) load(raw, p.states, start + (first + STEP) * D, own);
+            if (first + TEAM * STEP < UNIT) load(raw, p.states, start + (first + TEAM * STEP) * D, own);
             u32 codes[MINE / 4];
             const u16 scale = encode(codes, x, rows, own);
             put(stage, codes, token, own);
             if (own.part == 0) scales[IN_LANES ? token % 8 * 8 + token / 8 : token] = scale;
         }
-        __syncwarp();
+        join();
         u32 *record = p.records + unit / 2 * RECORD;
-        write(record + (unit & 1) * (WORDS / 2), stage, own.lane);
-        record[WORDS + (unit & 1) * 32 + own.lane] = reinterpret_cast<const u32 *>(scales)[own.lane];
-        __syncwarp();
+        write(record + (unit & 1) * (WORDS / 2), stage, own.lane, member, TEAM);
+        if (member == 0) record[WORDS + (unit & 1) * 32 + own.lane] = reinterpret_cast<const u32 *>(scales)[own.lane];
+        join();
     }
 }
 

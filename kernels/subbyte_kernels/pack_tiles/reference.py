@@ -13,7 +13,8 @@ its capacity), the rest are divided by the root mean square of what is left.
 
 Everything is computed in fp32, in an order that kernels can keep: with ``signs`` the rotation is a Walsh-Hadamard
 transform from neighbours up, a token's squares are summed likewise, and every step is rounded by itself. Tokens whose
-squares would overflow or vanish are scaled by a power of two first. So records are the same bit by bit everywhere.
+squares would overflow or vanish are scaled by a power of two first. Constants are multiplied with, since devices differ
+in how they divide by a number. So records are the same bit by bit everywhere.
 
 Source: rotation and scalar codes, TurboQuant (arXiv 2504.19874); coupled codes, CQ (arXiv 2405.03917); outliers,
 KVQuant (arXiv 2401.18079).
@@ -133,7 +134,7 @@ def unit_tokens(values: Tensor) -> tuple[Tensor, Tensor]:
     shift = ((254 - exponent) << 23).view(torch.float32)  # a power of two that brings the largest to 1
     shift = torch.where((squares > 2.0**-60) & (squares < 2.0**100), 1.0, shift)
     values = values * shift
-    rms = (sum_in_order(values.square()) / values.shape[-1]).sqrt()
+    rms = (sum_in_order(values.square()) * (1 / values.shape[-1])).sqrt()
     return values * (1 / rms.clamp(min=_TINY)), rms / shift
 
 
@@ -196,7 +197,7 @@ def _norm_keeping_scale_of(codes: Tensor, rms: Tensor, table: Tensor, head_dim: 
     for channel in range(1, table.shape[1]):
         norms = norms + table[:, channel : channel + 1].square()
     steps = (norms.squeeze(-1) * _NORM_STEPS).round().to(torch.int64)
-    decoded = (steps[codes].sum(-1, keepdim=True).float() / (_NORM_STEPS * head_dim)).sqrt()
+    decoded = (steps[codes].sum(-1, keepdim=True).float() * (1 / (_NORM_STEPS * head_dim))).sqrt()
     return _to_bf16(rms / decoded.clamp(min=_TINY))
 
 
@@ -208,7 +209,7 @@ def _norm_keeping_scale(unit: Tensor, decoded: Tensor, rms: Tensor) -> Tensor:
 def _encode_float(states: Tensor, factor: float, fmt: TileFormat, order: Order) -> Tensor:
     eight = fmt.encoding is Encoding.FLOAT8
     largest = _FP8_MAX if eight else _FP6_MAX
-    scale = _round_up_bf16(states.abs().amax(-1, keepdim=True) * factor / largest)
+    scale = _round_up_bf16(states.abs().amax(-1, keepdim=True) * (factor / largest))
     inverse = torch.full_like(scale, factor, dtype=torch.float32) / scale.float().clamp(min=_TINY)
     scaled = (states * inverse).clamp(-largest, largest)
     codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8) if eight else e2m3_codes(scaled)

@@ -242,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) shape_tiles(const __grid_c
     __syncthreads();
     if (warp == 0) {
         u32 *record = p.records + tile * RECORD;
-        write(record + (unit & 1) * (WORDS / 2), shared + STAGE_AT, own.lane);
+        write(record + (unit & 1) * (WORDS / 2), shared + STAGE_AT, own.lane, 0, 1);
         record[WORDS + (unit & 1) * 32 + own.lane] = reinterpret_cast<const u32 *>(scales)[own.lane];
     }
 }

@@ -20,8 +20,9 @@ constexpr int WORDS = TILE * CODES * BITS / 32, RECORD = WORDS + TILE / 2;
 constexpr int BLOCK_WORDS = BITS == 7 ? 7 : BITS == 6 ? 3 : 1, BLOCK_BYTES = BLOCK_WORDS * 32 / BITS;  // one byte a code
 constexpr int STAGE = UNIT * CODES;                      // bytes of a unit's codes
 constexpr float TINY = 1.17549435e-38f, BF16_MAX = 3.38953139e38f;
-constexpr float FACTOR = BLOCK == 8 ? 0.35355339059327373f : BLOCK == 16 ? 0.25f : BLOCK == 32 ? 0.17677669529663687f
-                       : BLOCK == 64 ? 0.125f : BLOCK == 128 ? 0.08838834764831845f : 0.0625f;
+constexpr double EXACT_FACTOR = BLOCK == 8 ? 0.35355339059327373 : BLOCK == 16 ? 0.25 : BLOCK == 32 ? 0.17677669529663687
+                       : BLOCK == 64 ? 0.125 : BLOCK == 128 ? 0.08838834764831845 : 0.0625;
+constexpr float FACTOR = (float)EXACT_FACTOR;
 constexpr int RAW = OWN * (DTYPE == 0 ? 4 : 2) / 16;     // 16-byte loads of a lane
 static_assert(OWN % 16 == 0 && (!IN_LANES || BLOCK == D), "the rotation's blocks must divide among lanes");
 
@@ -172,7 +173,7 @@ DEVICE float root_mean_square(float (&x)[OWN], float &steps, int lane) {
         for (int i = 0; i < OWN; ++i) x[i] = __fmul_rn(x[i], shift);
         squares = sum_of_token(squares_of<0, OWN>(x), lane);
     }
-    const float root = __fsqrt_rn(__fdiv_rn(squares, (float)D));
+    const float root = __fsqrt_rn(__fmul_rn(squares, (float)(1.0 / D)));
     steps = __fmul_rn(__fdiv_rn(1.0f, fmaxf(root, TINY)), 32.0f);
     return __fdiv_rn(root, shift);
 }
@@ -229,14 +230,15 @@ DEVICE void squeeze(u32 (&words)[BLOCK_WORDS], const u32 (&bytes)[BLOCK_BYTES / 
     }
 }
 
-DEVICE void write(u32 *record, const u8 *stage, int lane) {
+// A unit's words, by one of `team` warps.
+DEVICE void write(u32 *record, const u8 *stage, int lane, int member, int team) {
     const u32 *bytes = reinterpret_cast<const u32 *>(stage);
     if constexpr (IN_LANES) {
         constexpr int STREAM = WORDS / 64;  // words of a lane
         constexpr int VECTOR = STREAM % 4 == 0 ? 4 : STREAM % 2 == 0 ? 2 : 1;
         constexpr int BLOCKS = VECTOR == 1 || BLOCK_WORDS % VECTOR == 0 ? 1 : BLOCK_WORDS % 2 == 0 && VECTOR == 4 ? 2 : VECTOR;
         constexpr int GROUP = BLOCKS * BLOCK_WORDS;  // whole blocks and whole vectors
-        for (int low = 0; low < STREAM; low += GROUP) {
+        for (int low = member * GROUP; low < STREAM; low += team * GROUP) {
             u32 words[GROUP];
 #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) {
@@ -257,7 +259,7 @@ DEVICE void write(u32 *record, const u8 *stage, int lane) {
             }
         }
     } else {
-        for (int block = lane; block < STAGE / BLOCK_BYTES; block += 32) {
+        for (int block = 32 * member + lane; block < STAGE / BLOCK_BYTES; block += 32 * team) {
             u32 some[BLOCK_BYTES / 4], squeezed[BLOCK_WORDS];
 #pragma unroll
             for (int i = 0; i < BLOCK_BYTES / 4; ++i) some[i] = bytes[block * (BLOCK_BYTES / 4) + i];
