@@ -269,6 +269,22 @@ def test_experts_without_tokens() -> None:
         assert engine.counters.total("asked") <= 2  # expert 3, and one of the others that tie
 
 
+def test_memory_that_cannot_be_pinned_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full:
+        @staticmethod
+        def cudaHostRegister(*_: int) -> int:  # noqa: N802 (CUDA's name)
+            return 2
+
+    monkeypatch.setattr(memory, "_cudart", Full)
+    buffer = memory.HostBuffer(1 << 16, pin=True)
+    assert not buffer.pinned
+    assert "could not be pinned (CUDA error 2); copies run from pageable memory" in caplog.text
+    buffer.tensor.fill_(7)
+    assert int(buffer.tensor.sum()) == 7 << 16
+
+
 @pytest.fixture
 def small_host(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (memory, placing):
