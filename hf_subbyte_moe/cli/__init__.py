@@ -16,6 +16,7 @@ from hf_subbyte_moe.cli.demo import demo
 from hf_subbyte_moe.cli.evaluate import PASS_ON, evaluate
 from hf_subbyte_moe.cli.inspect_prompt import explain_prompt
 from hf_subbyte_moe.cli.publish import publish
+from hf_subbyte_moe.distributed.launch import one_voice
 from hf_subbyte_moe.scoring import RunFailedError
 
 
@@ -37,7 +38,8 @@ app.command()(publish)
 def main() -> None:
     """Run a command; what went wrong is said on standard error."""
     try:
-        app(prog_name="hf-subbyte-moe")
+        with one_voice():
+            app(prog_name="hf-subbyte-moe")
     except (ValueError, OSError) as error:  # as text: a message's brackets are no markup
         Console(stderr=True).print(Text.assemble(("error: ", "red"), str(error)), soft_wrap=True, highlight=False)
         sys.exit(1 if isinstance(error, RunFailedError) else 2)

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.generation.streamers import BaseStreamer
 
 import hf_subbyte_moe
 from hf_subbyte_moe.compat import cache_of
+from hf_subbyte_moe.distributed.launch import ranks
 
 
 _REFERENCE = Path(hf_subbyte_moe.__file__).parents[1] / "model_cards" / "subbyte-moe-31m"
@@ -49,7 +51,7 @@ def default_model() -> str:
 def load_model(
     name: str | None, cpu_dtype: torch.dtype = torch.bfloat16
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model on the GPU if there is one, in bf16 there, and its tokenizer.
+    """A model on the GPU if there is one, in bf16 there, and its tokenizer; under torchrun, tensor parallel.
 
     Args:
         name: Hub id, folder or .gguf file; None means the reference model of a clone of this project.
@@ -64,17 +66,18 @@ def load_model(
     if device == "cuda":
         # PyTorch may pick cuDNN, which plans anew for every length: with a growing plain cache that is most of a step
         torch.backends.cuda.enable_cudnn_sdp(False)
-    file: dict[str, str] = {}
+    file: dict[str, Any] = {}
     if name.endswith(".gguf"):
         name, file = str(Path(name).parent), {"gguf_file": Path(name).name}
     dtype = torch.bfloat16 if device == "cuda" else cpu_dtype
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **file)
+        shared = {"distributed_config": DistributedConfig(tp_plan="auto")} if ranks() > 1 else {}
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **file, **shared)
         tokenizer = AutoTokenizer.from_pretrained(name, **file)
     except OSError as error:  # Transformers says it in a paragraph
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"{name!r} is neither a folder with a model nor one on the Hub: {reason}") from None
-    return model.to(device).eval(), tokenizer
+    return (model if shared else model.to(device)).eval(), tokenizer
 
 
 @contextmanager
