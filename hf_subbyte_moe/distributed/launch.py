@@ -1,0 +1,30 @@
+"""Under torchrun and ``accelerate launch``: the first rank speaks, and a failure is heard from any.
+
+A launcher ends all processes when one fails; what is left to do is that the others keep quiet until then, and that the
+failing one says why.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+
+
+def rank() -> int:
+    """This process's number among those that a launcher started; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def ranks() -> int:
+    """How many processes a launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def one_voice() -> Iterator[None]:
+    """On every rank but the first, print nothing and show no progress bar; an exception leaves as it is."""
+    if rank() == 0:
+        yield
+        return
+    with Path(os.devnull).open("w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
+        yield
