@@ -75,7 +75,7 @@ CLAIMS = (
     Claim(
         1,
         "high entropy needs more bits, low entropy few",
-        "`entropy_rank` has at most 1/1.1 of the KL of `uniform` at equal bits",
+        "`entropy_rank` has at most 1/1.1 of the KL of every other way to spend as many bits",
         findings.entropy_rule,
         _QUALITY,
     ),

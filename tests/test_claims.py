@@ -121,17 +121,20 @@ def test_prefetch_needs_half_the_time(results: Any) -> None:
         assert line_of("hides the experts")[2] == f"**{verdict}**"
 
 
-def test_the_entropy_rule_is_judged_within_one_run(results: Any) -> None:
-    def row(policy: str, kl: float, commit: str) -> dict[str, Any]:
-        cell = {"model": "m", "context": 1024, "protocol": "one-piece", "budget": 2.3, "n": 4, "device": "CPU"}
-        return {**cell, "policy": policy, "task": "text", "kl": kl, "commit": commit}
+def test_the_entropy_rule_is_judged_on_the_same_texts(results: Any) -> None:
+    def row(policy: str, kl: float, count: int = 4) -> dict[str, Any]:
+        cell = {"model": "m", "context": 1024, "protocol": "one-piece", "budget": 2.3, "device": "CPU", "texts": "t"}
+        return {**cell, "codebook": "universal", "policy": policy, "task": "text", "kl": kl, "n": count}
 
-    results("quality", [row("entropy_rank", 0.01, "a"), row("uniform", 0.02, "b")])
-    assert line_of("high entropy needs more bits")[2] == "**not measured yet**"
-    results("quality", [row("entropy_rank", 0.01, "a"), row("uniform", 0.02, "a")])
-    assert line_of("high entropy needs more bits")[2] == f"**{BEATEN}**"
-    results("quality", [row("entropy_rank", 0.021, "a"), row("uniform", 0.02, "a")])
-    assert line_of("high entropy needs more bits")[2] == f"**{REFUTED}**"
+    ours = row("entropy_rank", 0.01)
+    for others, verdict in (
+        ([row("uniform", 0.02, count=5)], "not measured yet"),
+        ([row("uniform", 0.02)], REACHED),
+        ([row("uniform", 0.02), row("random", 0.01)], PART),
+        ([row("uniform", 0.0099)], REFUTED),
+    ):
+        results("quality", [ours, *others])
+        assert line_of("high entropy needs more bits")[2] == f"**{verdict}**"
 
 
 def test_premises(results: Any) -> None:
