@@ -35,9 +35,10 @@ def table(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         name, weights, batch, context = _cell(row)
         step = "-" if row["ms_step"] is None else f"{row['ms_step']:.2f}"
+        first = "-" if row["first_ms"] is None else f"{row['first_ms']:.0f}"
         lines.append(
             f"| {name} {weights}, batch {batch}, {context:,} tokens | {row['system']} | {row['ms_generate']:.2f} | "
-            f"{row['ms_mean']:.2f} | {step} | {row['share_of_roofline']:.0%} | {row['first_ms']:.0f} | "
+            f"{row['ms_mean']:.2f} | {step} | {row['share_of_roofline']:.0%} | {first} | "
             f"{row['peak_gb']:.1f} |"
         )
     conditions = dict(result["conditions"])
@@ -46,8 +47,8 @@ def table(result: dict[str, Any]) -> str:
     devices = ", ".join(sorted({row["device"] for row in result["rows"]}))
     commits = ", ".join(sorted({row["commit"] for row in result["rows"]}))
     return (
-        "\n".join(lines)
-        + f"\n\n{devices}, {text}; commit {commits}. Random weights; medians of `generate()`, mean with "
+        "\n".join(lines) + f"\n\n{devices}, {text}; commit {commits}. Random weights; where there is no time to the "
+        f"first token, random keys and values stand for the prompt; medians of `generate()`, mean with "
         f"packing between steps; a step is the forward alone; the roofline copies the step's bytes at {rate:.2f} TB/s."
     )
 

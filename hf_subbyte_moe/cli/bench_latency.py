@@ -24,12 +24,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 import hf_subbyte_moe
+from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.cli.demo import JsonFile
 from hf_subbyte_moe.cli.shapes import SHAPES, random_model, random_packed_model
-from hf_subbyte_moe.compat import cache_of
+from hf_subbyte_moe.compat import CACHE_KW, cache_of
 from hf_subbyte_moe.roofline import Shape, shape_of
 
 
@@ -59,14 +61,14 @@ class Measured:
     Attributes:
         tokens_ms: spans between tokens, behind the first few.
         steps_ms: of the model's forward on the device, likewise; empty where it cannot be timed alone.
-        first_ms: until the first token is there.
+        first_ms: until the first token is there; None where the prompt was not computed.
         peak_bytes: allocated at most.
         cache_bytes: of keys and values at the end.
     """
 
     tokens_ms: list[float]
     steps_ms: list[float]
-    first_ms: float
+    first_ms: float | None
     peak_bytes: int
     cache_bytes: int
 
@@ -118,7 +120,9 @@ def _untimed() -> Iterator[Callable[[], list[float]]]:
     yield list
 
 
-def measure(model: PreTrainedModel, ids: Tensor, tokens: int, options: dict[str, Any]) -> Measured:
+def measure(
+    model: PreTrainedModel, ids: Tensor, tokens: int, options: dict[str, Any], cache: Cache | None = None
+) -> Measured:
     """Run ``generate`` once.
 
     Args:
@@ -126,10 +130,14 @@ def measure(model: PreTrainedModel, ids: Tensor, tokens: int, options: dict[str,
         ids: ``[B, T]`` prompt.
         tokens: to generate.
         options: of ``generate``.
+        cache: empty, to be filled with random keys and values of all tokens but the last; None computes the prompt.
     """
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    if cache is not None:
+        _fill(model, cache, ids[:, 1:])
+        options = {**options, CACHE_KW: cache}
     clock = _Clock()
     lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
     settings = {**lengths, "do_sample": False, "return_dict_in_generate": True, **options}
@@ -141,7 +149,23 @@ def measure(model: PreTrainedModel, ids: Tensor, tokens: int, options: dict[str,
         steps_ms = steps()
     spans = [1e3 * (after - before) for before, after in zip(clock.times, clock.times[1:], strict=False)]
     peak = torch.cuda.max_memory_allocated()
-    return Measured(spans[1 + _WARM_UP :], steps_ms, spans[0], peak, _bytes(cache_of(made)))
+    first_ms = spans[0] if cache is None else None
+    return Measured(spans[1 + _WARM_UP :], steps_ms, first_ms, peak, _bytes(cache_of(made)))
+
+
+def _fill(model: PreTrainedModel, cache: Cache, like: Tensor) -> None:
+    """Random keys and values of ``like``'s tokens in every layer, packed without measuring."""
+    config = model.config
+    heads = config.num_key_value_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shape = (like.shape[0], heads, like.shape[1], width)
+    generator = torch.Generator(like.device).manual_seed(0)
+    for index in range(config.num_hidden_layers):
+        keys = torch.randn(shape, dtype=model.dtype, device=like.device, generator=generator)
+        values = torch.randn(shape, dtype=model.dtype, device=like.device, generator=generator)
+        cache.update(keys, values, index)
+        if isinstance(cache, EntropySubbyteCache):
+            cache.packed_layers[index].settle(None)
 
 
 def _bytes(cache: Any) -> int:
@@ -172,12 +196,13 @@ def roofline_ms(shape: Shape, batch: int, cache_bytes: int, rate: float) -> floa
 
 
 def _run(
-    model: PreTrainedModel, system: str, ids: Tensor, tokens: int, cache: dict[str, Any], weights: str
+    model: PreTrainedModel, system: str, ids: Tensor, tokens: int, cache: dict[str, Any], weights: str, fill: bool
 ) -> Measured:
     """One system: the model as it has to be for it, and as it was afterwards."""
     slow = min(tokens, _SLOW_TOKENS)
     if system == STOCK:
-        return measure(model, ids, slow, {"cache_implementation": "dynamic"})
+        plain = DynamicCache(config=model.config)
+        return measure(model, ids, slow, {} if fill else {"cache_implementation": "dynamic"}, plain if fill else None)
     if system == STATIC:
         return measure(model, ids, tokens, {"cache_implementation": "static"})
     options = {**_OURS[system], "kv_cache": {**cache, **_OURS[system]["kv_cache"]}}
@@ -185,7 +210,8 @@ def _run(
         options["experts"] = {"weights": weights}
     hf_subbyte_moe.apply(model, options)
     try:
-        return measure(model, ids, tokens if "decode" in options else slow, {})
+        packed = EntropySubbyteCache(model.config, **options["kv_cache"]) if fill else None
+        return measure(model, ids, tokens if "decode" in options else slow, {}, packed)
     finally:
         if weights == _BF16:  # packed weights would be unpacked
             hf_subbyte_moe.restore(model)
@@ -236,6 +262,9 @@ def bench_latency(
     tokens: Annotated[int, typer.Option(min=16, help="Tokens to generate.")] = 96,
     policy: Annotated[str, typer.Option(help="What chooses the cache's tiers.")] = "error",
     weights: Annotated[str, typer.Option(help=f"Of experts: one of {list(_WEIGHT_BITS)}.")] = _BF16,
+    fill: Annotated[
+        bool, typer.Option("--fill", help="Random keys and values stand for the prompt, which is not computed.")
+    ] = False,
     layers: Annotated[int | None, typer.Option(min=1, help="So many of the model's layers; all by default.")] = None,
     commit: Annotated[str, typer.Option(envvar="BENCH_COMMIT", help="What was measured.")] = "",
     json_file: JsonFile = None,
@@ -266,7 +295,7 @@ def bench_latency(
             for which in systems:
                 cell = {"model": name, "weights": weights, "context": length, "batch": size, "system": which}
                 try:
-                    measured = _run(loaded, which, ids, tokens, {"policy": policy}, weights)
+                    measured = _run(loaded, which, ids, tokens, {"policy": policy}, weights, fill)
                 except torch.cuda.OutOfMemoryError as problem:
                     console.print(f"{cell}: {str(problem).splitlines()[0]}")
                     continue
@@ -303,7 +332,6 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         cell = (str(row[key]) for key in ("model", "batch", "context", "system"))
         numbers = (f"{row[key]:.2f}" for key in ("ms_generate", "ms_mean"))
         step = "-" if row["ms_step"] is None else f"{row['ms_step']:.2f}"
-        table.add_row(
-            *cell, *numbers, step, f"{row['share_of_roofline']:.0%}", f"{row['first_ms']:.0f}", f"{row['peak_gb']:.1f}"
-        )
+        first = "-" if row["first_ms"] is None else f"{row['first_ms']:.0f}"
+        table.add_row(*cell, *numbers, step, f"{row['share_of_roofline']:.0%}", first, f"{row['peak_gb']:.1f}")
     return table
