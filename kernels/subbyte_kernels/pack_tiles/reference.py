@@ -13,8 +13,8 @@ its capacity), the rest are divided by the root mean square of what is left.
 
 Everything is computed in fp32, in an order that kernels can keep: with ``signs`` the rotation is a Walsh-Hadamard
 transform from neighbours up, a token's squares are summed likewise, and every step is rounded by itself. Tokens whose
-squares would overflow or vanish are scaled by a power of two first. Constants are multiplied with, since devices differ
-in how they divide by a number. So records are the same bit by bit everywhere.
+squares would overflow or vanish are scaled by a power of two first. Constants are multiplied with, since devices
+differ in how they divide by a number. So records are the same bit by bit everywhere.
 
 Source: rotation and scalar codes, TurboQuant (arXiv 2504.19874); coupled codes, CQ (arXiv 2405.03917); outliers,
 KVQuant (arXiv 2401.18079).

@@ -5,10 +5,10 @@
 //   2. every group once more with all others as they are: A is M's own block, pull the rest of M times e;
 //   3. the scale keeps u' M u.
 //
-// Four lanes share a token (as in packing: each rotated a quarter of it) and a warp has 16 tokens, two a lane. For a
+// Four lanes share a token (as in packing: each rotated a quarter of it) and a warp has 32 tokens, four a lane. For a
 // strip of 16 channels, lane q first sums over every fourth channel c = 4 j + q what errors outside the strip pull at
-// it: two values from shared memory and 16 of a matrix for 32 multiplications. Inside the strip, a changed error is
-// added to what is still to come. Each of the four lanes then searches a quarter of the entries for both tokens.
+// it: four values from shared memory and 16 of a matrix for 64 multiplications. Inside the strip, a changed error is
+// added to what is still to come. Each of the four lanes then searches a quarter of the entries for all its tokens.
 // So for each value of a token there are 2.5 D multiplications for pulls, and two searches.
 //
 // Sums are in fp32 in an order of their own: a code differs from the reference's where two entries cost the same to
@@ -20,7 +20,7 @@
 
 constexpr int STRIP = 16, STRIPS = D / STRIP, GROUPS = STRIP / DIM;  // channels of a strip, groups of a strip
 constexpr int PITCH = D + 4;                                        // lanes of a warp meet different banks
-constexpr int TOKENS = 16;                                          // of a warp
+constexpr int EACH = 4, TOKENS = EACH * STEP;                       // tokens of a lane, and of a warp
 constexpr int TABLE_AT = 0, CODES_AT = ENTRIES * DIM * 4, STATES_AT = CODES_AT + UNIT * CODES;
 constexpr int STAGE_AT = STATES_AT + UNIT * PITCH * 4, SCALES_AT = STAGE_AT + STAGE;
 static_assert(DIM > 1 && IN_LANES && WARPS == UNIT / TOKENS, "a block packs a unit of vector codes");
@@ -46,21 +46,22 @@ struct Token {
 };
 
 // pulls[k][i] += sum over c = 4 j + part, low <= j < high, of x_k[c] matrix[c][i].
-DEVICE void gather(float (&pulls)[2][STRIP], const Token (&token)[2], const float *matrix, int low, int high, int part) {
+DEVICE void gather(float (&pulls)[EACH][STRIP], const Token (&token)[EACH], const float *matrix, int low, int high, int part) {
 #pragma unroll 2
     for (int j = low; j < high; ++j) {
         const int c = 4 * j + part;
-        const float x0 = token[0].x[c], x1 = token[1].x[c];
+        float x[EACH];
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) x[k] = token[k].x[c];
         const float4 *row = reinterpret_cast<const float4 *>(matrix + c * STRIP);
 #pragma unroll
         for (int i = 0; i < STRIP / 4; ++i) {
             const float4 m = __ldg(row + i);
             const float values[4] = {m.x, m.y, m.z, m.w};
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                pulls[0][4 * i + k] = fmaf(x0, values[k], pulls[0][4 * i + k]);
-                pulls[1][4 * i + k] = fmaf(x1, values[k], pulls[1][4 * i + k]);
-            }
+            for (int n = 0; n < 4; ++n)
+#pragma unroll
+                for (int k = 0; k < EACH; ++k) pulls[k][4 * i + n] = fmaf(x[k], values[n], pulls[k][4 * i + n]);
         }
     }
 }
@@ -71,9 +72,10 @@ DEVICE float over_lanes(float x) {
 }
 
 // The entry with the largest v . e - half, the first of equals, of all four lanes.
-DEVICE void search(int (&code)[2], const float (&v)[2][DIM], const float *halves, int part) {
-    float best[2] = {-3.0e38f, -3.0e38f};
-    code[0] = code[1] = 0;
+DEVICE void search(int (&code)[EACH], const float (&v)[EACH][DIM], const float *halves, int part) {
+    float best[EACH];
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) best[k] = -3.0e38f, code[k] = 0;
     const float *table = reinterpret_cast<const float *>(shared + TABLE_AT);
 #pragma unroll 2
     for (int low = 0; low < ENTRIES; low += 16) {
@@ -86,7 +88,7 @@ DEVICE void search(int (&code)[2], const float (&v)[2][DIM], const float *halves
 #pragma unroll
             for (int d = 0; d < DIM; ++d) e[d] = table[(first + i) * DIM + d];
 #pragma unroll
-            for (int k = 0; k < 2; ++k) {
+            for (int k = 0; k < EACH; ++k) {
                 float score = -half[i];
 #pragma unroll
                 for (int d = 0; d < DIM; ++d) score = fmaf(v[k][d], e[d], score);
@@ -98,7 +100,7 @@ DEVICE void search(int (&code)[2], const float (&v)[2][DIM], const float *halves
         }
     }
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
+    for (int k = 0; k < EACH; ++k)
 #pragma unroll
         for (int bit = 1; bit < 4; bit <<= 1) {
             const float other = __shfl_xor_sync(FULL, best[k], bit);
@@ -112,19 +114,19 @@ DEVICE void search(int (&code)[2], const float (&v)[2][DIM], const float *halves
 
 // One sweep over a token's groups: the first (AGAIN = false) or the second.
 template <bool AGAIN>
-DEVICE void sweep(const Token (&token)[2], const float *matrix, const float *blocks, const float *halves, int part) {
+DEVICE void sweep(const Token (&token)[EACH], const float *matrix, const float *blocks, const float *halves, int part) {
     const float *table = reinterpret_cast<const float *>(shared + TABLE_AT);
     for (int strip = 0; strip < STRIPS; ++strip) {
         const float *rows = matrix + strip * D * STRIP;
-        float pulls[2][STRIP] = {};
+        float pulls[EACH][STRIP] = {};
         gather(pulls, token, rows, 0, AGAIN ? D / 4 : strip * STRIP / 4, part);
 #pragma unroll
         for (int local = 0; local < GROUPS; ++local) {
             const int group = strip * GROUPS + local, low = strip * STRIP + local * DIM;
-            float v[2][DIM], u[2][DIM], before[2][DIM];
-            int code[2];
+            float v[EACH][DIM], u[EACH][DIM], before[EACH][DIM];
+            int code[EACH];
 #pragma unroll
-            for (int k = 0; k < 2; ++k) {
+            for (int k = 0; k < EACH; ++k) {
 #pragma unroll
                 for (int d = 0; d < DIM; ++d) {
                     before[k][d] = AGAIN ? token[k].x[low + d] : 0.0f;
@@ -138,9 +140,9 @@ DEVICE void sweep(const Token (&token)[2], const float *matrix, const float *blo
             }
             search(code, v, halves + group * ENTRIES, part);
             const int mine = DIM == 4 ? part : part & 1;  // channel of the group that this lane passes on
-            float change[2];
+            float change[EACH];
 #pragma unroll
-            for (int k = 0; k < 2; ++k) {
+            for (int k = 0; k < EACH; ++k) {
                 float after = 0.0f, was = 0.0f;
 #pragma unroll
                 for (int d = 0; d < DIM; ++d)
@@ -159,29 +161,32 @@ DEVICE void sweep(const Token (&token)[2], const float *matrix, const float *blo
             for (int i = (local + 1) * DIM; i < STRIP; ++i) {
                 const float m = __ldg(row + i);
 #pragma unroll
-                for (int k = 0; k < 2; ++k) pulls[k][i] = fmaf(change[k], m, pulls[k][i]);
+                for (int k = 0; k < EACH; ++k) pulls[k][i] = fmaf(change[k], m, pulls[k][i]);
             }
         }
     }
 }
 
-// x' M x of both tokens.
-DEVICE void lengths(float (&sum)[2], const Token (&token)[2], const float *matrix, int part) {
-    sum[0] = sum[1] = 0.0f;
+// x' M x of a lane's tokens.
+DEVICE void lengths(float (&sum)[EACH], const Token (&token)[EACH], const float *matrix, int part) {
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) sum[k] = 0.0f;
     for (int strip = 0; strip < STRIPS; ++strip) {
-        float pulls[2][STRIP] = {};
+        float pulls[EACH][STRIP] = {};
         const float *rows = matrix + strip * D * STRIP;
         gather(pulls, token, rows, 0, strip * STRIP / 4, part);  // M is symmetric: half of it twice
 #pragma unroll
-        for (int i = 0; i < STRIP; ++i) pulls[0][i] *= 2.0f, pulls[1][i] *= 2.0f;
+        for (int i = 0; i < STRIP; ++i)
+#pragma unroll
+            for (int k = 0; k < EACH; ++k) pulls[k][i] *= 2.0f;
         gather(pulls, token, rows, strip * STRIP / 4, (strip + 1) * STRIP / 4, part);
 #pragma unroll
         for (int i = 0; i < STRIP; ++i)
 #pragma unroll
-            for (int k = 0; k < 2; ++k) sum[k] = fmaf(pulls[k][i], token[k].x[strip * STRIP + i], sum[k]);
+            for (int k = 0; k < EACH; ++k) sum[k] = fmaf(pulls[k][i], token[k].x[strip * STRIP + i], sum[k]);
     }
-    sum[0] = over_lanes(sum[0]);
-    sum[1] = over_lanes(sum[1]);
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) sum[k] = over_lanes(sum[k]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) shape_tiles(const __grid_constant__ Params p) {
@@ -192,9 +197,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) shape_tiles(const __grid_c
     for (int i = threadIdx.x; i < ENTRIES * DIM; i += THREADS) reinterpret_cast<float *>(shared + TABLE_AT)[i] = p.table[i];
     __syncthreads();
     const u64 head = p.heads[tile], start = (p.places ? p.places[tile] : tile * TILE * D) + (unit & 1) * UNIT * D;
-    Token token[2];
-    float root[2];
-    int place[2], part;
+    Token token[EACH];
+    float root[EACH];
+    int place[EACH], part;
     {
         Lane own = lane_of(p.signs);
 #if MEAN
@@ -202,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) shape_tiles(const __grid_c
 #endif
         part = own.part;
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
+        for (int k = 0; k < EACH; ++k) {
             place[k] = warp * TOKENS + k * STEP + own.lane / LANES;
             token[k].x = reinterpret_cast<float *>(shared + STATES_AT) + place[k] * PITCH;
             token[k].codes = shared + CODES_AT + place[k] * CODES;
@@ -218,19 +223,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) shape_tiles(const __grid_c
     __syncwarp();
     const float *metric = p.metric + head * D * D, *blocks = p.blocks + head * 2 * CODES * DIM * DIM;
     const float *halves = p.halves + head * 2 * CODES * ENTRIES;
-    float given[2], found[2];
+    float given[EACH], found[EACH];
     lengths(given, token, metric, part);
     sweep<false>(token, p.feedback + head * D * D, blocks, halves, part);
     sweep<true>(token, p.others + head * D * D, blocks + CODES * DIM * DIM, halves + CODES * ENTRIES, part);
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
+    for (int k = 0; k < EACH; ++k)
         for (int i = part; i < D; i += 4) token[k].x[i] = table[token[k].codes[i / DIM] * DIM + i % DIM];
     __syncwarp();
     lengths(found, token, metric, part);
     Lane own;
     own.lane = threadIdx.x & 31, own.part = part, own.active = true;
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
+    for (int k = 0; k < EACH; ++k) {
         u32 codes[MINE / 4];
 #pragma unroll
         for (int i = 0; i < MINE / 4; ++i) codes[i] = reinterpret_cast<const u32 *>(token[k].codes + part * MINE)[i];

@@ -20,7 +20,7 @@ from subbyte_kernels.pack_tiles.cuda_kernel import Places, defined_for, pack_obs
 
 
 _SOURCE = Path(__file__).with_name("shape_tiles.cu")
-_WARPS, _UNIT, _STRIP = 4, 64, 16
+_WARPS, _UNIT, _STRIP = 2, 64, 16
 
 
 @dataclass(frozen=True)
