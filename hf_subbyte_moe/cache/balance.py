@@ -26,7 +26,7 @@ _MOST_EXPONENT = 4
 
 
 def channel_factors(key: Tensor) -> Tensor:
-    """``[H, D]`` fp32 factors of keys ``[H, N, D]``: powers of two from 1/16 to 16, all 1 in heads of like channels."""
+    """``[H, D]`` fp32 factors of keys ``[H, N, D]``: powers of two, 1/16 to 16; all 1 in heads of like channels."""
     centred = key.float() - key.float().mean(1, keepdim=True)
     size = centred.square().mean(1).sqrt()
     share = size / size.median(-1, keepdim=True).values.clamp_min(torch.finfo(torch.float32).tiny)
