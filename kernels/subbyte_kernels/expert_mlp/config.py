@@ -13,6 +13,7 @@ from subbyte_kernels.expert_mlp.layout import ExpertFormat, ExpertLayout
 
 
 _TUNED = Path(__file__).with_name("configs.json")
+_NEAR = 3.0  # both sides together, as a factor
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def _tuned() -> dict[str, list[dict[str, Any]]]:
 
 @lru_cache(maxsize=256)
 def choose_config(device: int, layout: ExpertLayout, bucket: int, down: bool) -> CudaConfig:
-    """The configuration that was tuned for the nearest shape of the same format and bucket of tokens.
+    """The configuration that was tuned for the nearest shape of the same format and bucket of tokens, if one is near.
 
     A stage of whole rows fits one width alone, so that such a configuration is taken for that width only.
     """
@@ -69,13 +70,15 @@ def choose_config(device: int, layout: ExpertLayout, bucket: int, down: bool) ->
     ]
     if not rows:
         return default_config(layout, bucket, down)
-    nearest = min(
-        rows,
-        key=lambda row: (
-            abs(math.log(row["hidden"] / layout.hidden)) + abs(math.log(row["intermediate"] / layout.intermediate))
-        ),
-    )
+    nearest = min(rows, key=lambda row: _distance(row, layout))
+    if _distance(nearest, layout) > math.log(_NEAR):
+        return default_config(layout, bucket, down)
     return CudaConfig(*(int(nearest[name]) for name in CudaConfig.__dataclass_fields__))
+
+
+def _distance(row: dict[str, Any], layout: ExpertLayout) -> float:
+    sides = (row["hidden"] / layout.hidden, row["intermediate"] / layout.intermediate)
+    return sum(abs(math.log(side)) for side in sides)
 
 
 def _fits(row: dict[str, Any], layout: ExpertLayout) -> bool:
