@@ -61,7 +61,7 @@ def test_replays_equal_the_same_steps_without_a_graph(
     model = model_of(kind, MIXED, fused, **WIDE)
     cache, ids = filled(model, prompt(700, rows).cuda()), prompt(STEPS, rows, seed=1).cuda()
     replayed, graph = forced(model, ids, cache)
-    assert graph.is_fused == fused
+    assert graph.is_fused == (fused and rows == 1)
     assert graph.replays == STEPS - graph.captures  # a warm-up for each capture
     assert graph.captures <= 2  # flushes do not capture again, but for a pool that grew
     monkeypatch.setattr(runner, "_GRAPHED", ())

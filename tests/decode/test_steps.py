@@ -89,8 +89,8 @@ def test_rows_of_different_length_pack_at_different_steps() -> None:
 def test_fused_steps_are_the_models_own_but_for_rounding(kind: str) -> None:
     plain, stepped = both(kind, LOSSY)
     hf_subbyte_moe.apply(stepped, {"kv_cache": LOSSY, "decode": {"cuda_graph": True}})
-    ids, mask = left_padded([prompt(60, seed=1), prompt(140, seed=2)])
-    expected, made = (generate(model, ids, attention_mask=mask, max_new_tokens=30) for model in (plain, stepped))
+    ids = prompt(240)
+    expected, made = (generate(model, ids, max_new_tokens=40) for model in (plain, stepped))
     assert stepped.forward.graphed(cache_of(made)).is_fused
     assert torch.equal(made.sequences, expected.sequences)
     for left, right in zip(made.logits, expected.logits, strict=True):
