@@ -5,8 +5,8 @@ sixty: norm | queries, keys and values | norms of heads, rotary and storing | at
 and norm | router | experts (2, with the residual). Routers that were steered, experts that are not plain tensors and
 other feed-forward layers are called as modules.
 
-Gives up: batches, which go through the modules; and sums are taken in another order than in the model's own kernels, so
-logits differ in their last bits.
+Gives up: batches, which go through the modules; and sums are taken in another order than in the model's own kernels,
+so logits differ in their last bits.
 """
 
 import weakref
