@@ -99,7 +99,10 @@ def latency_short() -> str:
         for (model, context, batch), (stock, ours) in cells.items()
     ]
     header = ["one GPU", "stock, ms a token", "ours", "with", "times faster", "of the roofline", "peak, GB"]
-    return f"{table(header, lines)}\n\n{_devices(rows)}"
+    policies = ", ".join(dict.fromkeys(f"`{row['policy']}`" for row in rows))
+    filled = any(row["first_ms"] is None for row in rows)
+    prompt = " random keys and values stand for the prompt;" if filled else ""
+    return f"{table(header, lines)}\n\nMedians of `generate()`, cache {policies};{prompt} {_devices(rows)}"
 
 
 def _fastest(stock: list[Row], ours: list[Row]) -> list[str]:
