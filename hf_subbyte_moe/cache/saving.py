@@ -83,7 +83,9 @@ def fill_cache(
     for index, (layer, entry) in enumerate(zip(cache.layers, notes["layers"], strict=True)):
         prefix = f"{index}."
         # copies: tensors begin anywhere in a file, and what a product of matrices rounds depends on where they begin
-        state = {name.removeprefix(prefix): value.clone() for name, value in tensors.items() if name.startswith(prefix)}
+        state = {
+            name.removeprefix(prefix): value.clone() for name, value in tensors.items() if name.startswith(prefix)
+        }
         if not state:
             continue
         if isinstance(layer, EntropySubbyteLayer):
