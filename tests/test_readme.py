@@ -2,8 +2,9 @@
 
 Snippets run in the order of the page, in an empty folder, with these substitutions: every model is a tiny random MoE
 with a tokenizer of letters; what an id on the Hub is only a config for is that config in this project; texts, contexts
-and samples are small; nothing is pushed (how that goes is tested in tests/cli/test_publish.py). Commands of the other
-pages are read by the parsers that they go to, and not run.
+and samples are small; nothing is pushed (how that goes is tested in tests/cli/test_publish.py), and what a launcher
+starts is read and not run (tests/distributed starts it). Commands of the other pages are read by the parsers that they
+go to, and not run.
 """
 
 import importlib
@@ -175,6 +176,9 @@ class Reader:
             parse(words[1:], typer.main.get_command(cli.app))
             result = CliRunner().invoke(cli.app, self.smaller(words[1:]), env={"COLUMNS": "150"})
             assert result.exit_code == 0, (words, result.output, result.exception)
+        elif words[0] in ("torchrun", "accelerate"):
+            assert words[words.index("-m") + 1] == "hf_subbyte_moe.cli"
+            parse(words[words.index("-m") + 2 :], typer.main.get_command(cli.app))
         else:
             assert words == ["pytest"]  # which is what runs this
 
