@@ -99,7 +99,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def time_resident(model: PreTrainedModel, trace: ExpertTrace) -> float:
-    """Milliseconds of a step with every expert where the model is; the median."""
+    """Milliseconds of a step, the median, once every expert that the trace names is on the device."""
     decoder = Decoder(model)
     with _undisturbed(), played(model, Playback(trace, model.device)):
         for _ in range(_RESIDENT_WARM_UP):
