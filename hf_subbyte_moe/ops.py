@@ -29,7 +29,7 @@ from subbyte_kernels.lanes import Order, pack_tile_codes, transpose_scales
 from subbyte_kernels.pack_tiles import MetricTerms, Places, metric_terms, shape_obstacle, shape_tiles_cuda
 from subbyte_kernels.pack_tiles import pack_tiles as selected_packing
 from subbyte_kernels.pack_tiles import unpack_tiles as selected_unpacking
-from subbyte_kernels.pack_tiles.reference import nearest_entries, normalize_tokens, split_outliers
+from subbyte_kernels.pack_tiles.reference import lattice_entries, nearest_entries, normalize_tokens, split_outliers
 from subbyte_kernels.rotary import HeadNorms, TokenPlace, rotary
 from subbyte_kernels.router import RouterMatrix, RouterSpec, router
 from subbyte_kernels.small_linear import small_linear
@@ -65,6 +65,7 @@ __all__ = [
     "attention_statistics",
     "decode_attention",
     "expert_mlp",
+    "lattice_entries",
     "make_page",
     "metric_terms",
     "nearest_entries",

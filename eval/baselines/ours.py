@@ -18,7 +18,7 @@ from baselines.simulated import Baseline, Side, SimulatedCache
 from hf_subbyte_moe.codecs import codecs, get_codec
 from hf_subbyte_moe.codecs.codebooks import universal_table
 from hf_subbyte_moe.codecs.rotation import rotation_matrix
-from hf_subbyte_moe.ops import nearest_entries, normalize_tokens
+from hf_subbyte_moe.ops import lattice_entries, normalize_tokens
 
 
 SCALES = ("norm", "least-squares", "rms")
@@ -129,7 +129,7 @@ class VectorSide(Side):
         unit, rms = normalize_tokens(inlier)
         unit, rms = unit * kept.sqrt(), rms / kept.sqrt()
         table = universal_table(self._format, values.device)[0, 0].float()
-        decoded = table[nearest_entries(unit.reshape(-1, self._format.vector_dim), table)].view_as(unit)
+        decoded = table[lattice_entries(unit.reshape(-1, self._format.vector_dim), table)].view_as(unit)
         decoded = decoded.masked_fill(outlier, 0.0)
         scale = (rms * self._factor(unit, decoded)).bfloat16().float()
         far = to_fp8(values / scale.clamp(min=_TINY)) * scale
