@@ -141,7 +141,7 @@ CLAIMS = (
         "routing 3.2 to under 0.4 ms a token",
         "over several nodes, clusters save 2.8 ms a step; in part where the router's kernels take 0.4 ms in 48 layers",
         findings.routing_time,
-        "eval/results/distributed.json",
+        "kernels/benchmarks/results/router.json",
     ),
     Claim(
         2,
