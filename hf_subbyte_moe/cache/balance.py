@@ -54,7 +54,9 @@ class KeyBalance:
 
     def fit(self, row: int, key: Tensor) -> bool:
         """Choose a row's factors by its keys ``[H, N, D]``; whether it needs some and had none."""
-        if not self._possible or (self.factors is not None and not bool((self.factors[row] == 1).all())):
+        if not self._possible or key.is_meta:  # keys without values need nothing
+            return False
+        if self.factors is not None and not bool((self.factors[row] == 1).all()):
             return False
         factors = channel_factors(key)
         if bool((factors == 1).all()):
