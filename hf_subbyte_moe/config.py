@@ -6,7 +6,7 @@ come from ``generate(cache_config=...)``, ``from_pretrained(hf_subbyte_moe=...)`
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 
 CONFIG_VERSION = 1
@@ -46,8 +46,43 @@ def _reject_unknown(section: str, given: Mapping[str, Any], allowed: list[str]) 
             raise ValueError(f"unknown key {key!r} in {section}; there are {allowed}")
 
 
+_SectionT = TypeVar("_SectionT", bound="_Section")
+
+
 @dataclass(frozen=True)
-class KVCacheConfig:
+class _Section:
+    """Options under one key."""
+
+    section: ClassVar[str]
+
+    @classmethod
+    def from_dict(cls: type[_SectionT], options: Mapping[str, Any], section: str | None = None) -> _SectionT:
+        """Read options; missing keys take their defaults.
+
+        Args:
+            options: by name.
+            section: what messages call them; by default the key that they stand under.
+
+        Raises:
+            ValueError: an unknown key, a wrong type or an impossible value.
+        """
+        section = cls.section if section is None else section
+        if not isinstance(options, Mapping):
+            raise ValueError(f"{section} must be a dictionary, not {options!r}")
+        return cls._read(options, section)
+
+    @classmethod
+    def _read(cls: type[_SectionT], options: Mapping[str, Any], section: str) -> _SectionT:
+        _reject_unknown(section, options, [field.name for field in fields(cls)])
+        return cls(**options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options that differ from their defaults, as JSON values."""
+        return {key: value for key, value in asdict(self).items() if value != getattr(type(self), key)}
+
+
+@dataclass(frozen=True)
+class KVCacheConfig(_Section):
     """How a model's keys and values are cached.
 
     Attributes:
@@ -68,6 +103,8 @@ class KVCacheConfig:
         sidecar: file that ``hf-subbyte-moe calibrate`` wrote; None looks into the model's folder or repository.
         backend: what computes decode attention: ``auto`` (the fastest that can), ``cuda``, ``triton`` or ``torch``.
     """
+
+    section: ClassVar[str] = "kv_cache"
 
     default: bool = True
     bits: float | None = None
@@ -132,25 +169,9 @@ class KVCacheConfig:
                 f"policy {self.policy!r} fixes its own bits; a budget goes with {list(_WITH_BUDGET)}",
             )
 
-    @classmethod
-    def from_dict(cls, options: Mapping[str, Any], section: str = "kv_cache") -> "KVCacheConfig":
-        """Read options; missing keys take their defaults.
-
-        Raises:
-            ValueError: an unknown key, a wrong type or an impossible value.
-        """
-        if not isinstance(options, Mapping):
-            raise ValueError(f"{section} must be a dictionary, not {options!r}")
-        _reject_unknown(section, options, [field.name for field in fields(cls)])
-        return cls(**options)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The options that differ from their defaults, as JSON values."""
-        return {key: value for key, value in asdict(self).items() if value != getattr(type(self), key)}
-
 
 @dataclass(frozen=True)
-class RoutingConfig:
+class RoutingConfig(_Section):
     """How a model's tokens find their experts.
 
     Attributes:
@@ -167,6 +188,8 @@ class RoutingConfig:
         fused: in mode ``native`` on a GPU, one launch routes up to 16 tokens, where the family's router is known. Sums
             are in fp32 but in another order: logits may differ in their last bit.
     """
+
+    section: ClassVar[str] = "routing"
 
     mode: str = "native"
     clusters: int | None = None
@@ -213,28 +236,18 @@ class RoutingConfig:
         return (count + 1) // 2 if self.mode == "hard" else 1
 
     @classmethod
-    def from_dict(cls, options: Mapping[str, Any], section: str = "routing") -> "RoutingConfig":
-        """Read options; ``preset`` gives others their values, a key beside it wins.
-
-        Raises:
-            ValueError: an unknown key or preset, a wrong type or an impossible value.
-        """
-        if not isinstance(options, Mapping):
-            raise ValueError(f"{section} must be a dictionary, not {options!r}")
-        _reject_unknown(section, options, [*(field.name for field in fields(cls)), "preset"])
+    def _read(cls, options: Mapping[str, Any], section: str) -> "RoutingConfig":
+        """``preset`` gives others their values, a key beside it wins."""
         given = dict(options)
         preset = given.pop("preset", None)
+        _reject_unknown(section, options, [*(field.name for field in fields(cls)), "preset"])
         if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
             raise _fail("preset", preset, f"one of {list(PRESETS)}")
         return cls(**{**(PRESETS[preset] if preset else {}), **given})
 
-    def to_dict(self) -> dict[str, Any]:
-        """The options that differ from their defaults, as JSON values."""
-        return {key: value for key, value in asdict(self).items() if value != getattr(type(self), key)}
-
 
 @dataclass(frozen=True)
-class ExpertsConfig:
+class ExpertsConfig(_Section):
     """Where a model's experts live.
 
     Attributes:
@@ -250,6 +263,8 @@ class ExpertsConfig:
         fused: up to 16 tokens on a GPU are computed in two launches, with sums in another order than the model's own
             function takes them; None means where experts stay with the model.
     """
+
+    section: ClassVar[str] = "experts"
 
     placement: str = "gpu"
     gpu_slots: float | int = 0.5
@@ -295,25 +310,9 @@ class ExpertsConfig:
         """Whether a sidecar of the model's own would be read."""
         return self.moves and self.sidecar is None and self.prefetch in (AUTO, "head")
 
-    @classmethod
-    def from_dict(cls, options: Mapping[str, Any], section: str = "experts") -> "ExpertsConfig":
-        """Read options; missing keys take their defaults.
-
-        Raises:
-            ValueError: an unknown key, a wrong type or an impossible value.
-        """
-        if not isinstance(options, Mapping):
-            raise ValueError(f"{section} must be a dictionary, not {options!r}")
-        _reject_unknown(section, options, [field.name for field in fields(cls)])
-        return cls(**options)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The options that differ from their defaults, as JSON values."""
-        return {key: value for key, value in asdict(self).items() if value != getattr(type(self), key)}
-
 
 @dataclass(frozen=True)
-class DecodeConfig:
+class DecodeConfig(_Section):
     """How single tokens are computed.
 
     Attributes:
@@ -322,6 +321,8 @@ class DecodeConfig:
         fused: such steps go through fused kernels where the model's family has them; ``False`` keeps to its modules,
             whose sums are those of a step without a graph.
     """
+
+    section: ClassVar[str] = "decode"
 
     cuda_graph: bool | str = AUTO
     fused: bool = True
@@ -332,21 +333,10 @@ class DecodeConfig:
         if not isinstance(self.fused, bool):
             raise _fail("fused", self.fused, "true or false")
 
-    @classmethod
-    def from_dict(cls, options: Mapping[str, Any], section: str = "decode") -> "DecodeConfig":
-        """Read options; missing keys take their defaults.
 
-        Raises:
-            ValueError: an unknown key, a wrong type or an impossible value.
-        """
-        if not isinstance(options, Mapping):
-            raise ValueError(f"{section} must be a dictionary, not {options!r}")
-        _reject_unknown(section, options, [field.name for field in fields(cls)])
-        return cls(**options)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The options that differ from their defaults, as JSON values."""
-        return {key: value for key, value in asdict(self).items() if value != getattr(type(self), key)}
+_SECTIONS: dict[str, type[Any]] = {
+    kind.section: kind for kind in (KVCacheConfig, RoutingConfig, ExpertsConfig, DecodeConfig)
+}
 
 
 @dataclass(frozen=True)
@@ -379,24 +369,13 @@ class SubByteConfig:
         version = options.get("version", CONFIG_VERSION)
         if not _is_int(version) or not 1 <= version <= CONFIG_VERSION:
             raise _fail("version", version, f"this release reads versions 1 to {CONFIG_VERSION}")
-        kv_cache, routing, experts = options.get("kv_cache"), options.get("routing"), options.get("experts")
-        decode = options.get("decode")
-        return cls(
-            kv_cache=None if kv_cache is None else KVCacheConfig.from_dict(kv_cache),
-            routing=None if routing is None else RoutingConfig.from_dict(routing),
-            experts=None if experts is None else ExpertsConfig.from_dict(experts),
-            decode=None if decode is None else DecodeConfig.from_dict(decode),
-        )
+        given = {name: options.get(name) for name in _SECTIONS}
+        return cls(**{name: None if own is None else _SECTIONS[name].from_dict(own) for name, own in given.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """What goes into config.json; ``from_dict`` reads it back."""
-        options: dict[str, Any] = {"version": CONFIG_VERSION}
-        if self.kv_cache is not None:
-            options["kv_cache"] = self.kv_cache.to_dict()
-        if self.routing is not None:
-            options["routing"] = self.routing.to_dict()
-        if self.experts is not None:
-            options["experts"] = self.experts.to_dict()
-        if self.decode is not None:
-            options["decode"] = self.decode.to_dict()
-        return options
+        sections = {name: getattr(self, name) for name in _SECTIONS}
+        return {
+            "version": CONFIG_VERSION,
+            **{name: section.to_dict() for name, section in sections.items() if section is not None},
+        }
