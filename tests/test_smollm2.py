@@ -14,8 +14,8 @@ from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.compat import CACHE_KW
 
 
-SCORED = 48
-CONTEXT = 1100
+SCORED = 24
+CONTEXT = 780
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_quality_falls_with_the_bits_and_is_kept_where_it_should_be(model_and_id
     }.items():
         cache = EntropySubbyteCache(model.config, **options)
         packed = scores(model, ids, cache)
-        assert int(cache.layers[0].rows.store.counts[0]) >= 7
+        assert int(cache.layers[0].rows.store.counts[0]) >= 5
         divergence[name] = float((exact.exp() * (exact - packed)).sum(-1).mean())
     assert divergence["exact"] < 1e-6
     assert divergence["4 bits"] < 0.01
