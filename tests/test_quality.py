@@ -344,7 +344,7 @@ def test_tasks_are_scored_or_dropped(run_cli: Any, quality: Any, monkeypatch: py
 def test_a_control_that_does_not_lose_fails_the_run(
     run_cli: Any, quality: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = {quality.caches.CONTROL: lambda config: EntropySubbyteCache(config, policy="uniform:vq4")}
+    made = {quality.caches.CONTROL: lambda config, _: EntropySubbyteCache(config, policy="uniform:vq4")}
     monkeypatch.setattr(quality.harness, "CACHES", made)
     done = run_cli()
     assert done.code == 1

@@ -1,4 +1,4 @@
-"""Caches that the harness alone knows. Each name makes one from a model's config.
+"""Caches that the harness alone knows. Each name makes one from a model's config and what computes attention.
 
 ``control`` must lose, or the harness does not see damage. It is the real packed cache in its 2-bit tier, whose
 codebook is replaced by one of 16 distinct 4-D vectors (fitted to a Gaussian, each repeated to fill the table): so its
@@ -42,8 +42,8 @@ def one_bit_table(device: torch.device) -> Tensor:
 class OneBitCache(EntropySubbyteCache):
     """The control; see the module's text."""
 
-    def __init__(self, config: PreTrainedConfig, /) -> None:
-        super().__init__(config, policy=f"uniform:{_CARRIER.name}", codebook="universal")
+    def __init__(self, config: PreTrainedConfig, backend: str, /) -> None:
+        super().__init__(config, policy=f"uniform:{_CARRIER.name}", codebook="universal", backend=backend)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -73,4 +73,4 @@ def size_of(cache: Cache) -> Bits | None:
     return Bits(size.code_bits, size.bits, size.bits_total, total_16)
 
 
-CACHES: dict[str, Callable[[PreTrainedConfig], Cache]] = {CONTROL: OneBitCache}
+CACHES: dict[str, Callable[[PreTrainedConfig, str], Cache]] = {CONTROL: OneBitCache}

@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.integrations import sdpa_attention
 
 from hf_subbyte_moe.cache import EntropySubbyteCache, attention
 from hf_subbyte_moe.cli.running import load_model
@@ -110,10 +111,18 @@ def load(entry: ModelEntry, device: str | None) -> tuple[PreTrainedModel, PreTra
     for name, size in entry.change.items():
         CHANGES[name](model, size)
     use_packed_attention(model)
+    if on_gpu_in_fp32(model):
+        # PyTorch's fused attention takes fp32 with a KV head for every query head only; for groups it forms the matrix
+        sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     if entry.sidecar is not None:
         load_calibration(ROOT / entry.sidecar)
         remember_sidecar(model.config.name_or_path, ROOT / entry.sidecar)
     return model, tokenizer
+
+
+def on_gpu_in_fp32(model: PreTrainedModel) -> bool:
+    """Where PyTorch's attention and our kernels have another fastest way than in bf16."""
+    return model.device.type == "cuda" and model.dtype == torch.float32
 
 
 def head_dim_of(model: PreTrainedModel) -> int:
@@ -132,10 +141,12 @@ def make_cache(model: PreTrainedModel, entry: PolicyEntry) -> Cache:
     config = model.config.get_text_config(decoder=True)
     if entry.baseline is not None:
         return entry.baseline.cache(config)
+    # the CUDA kernel takes no fp32, and Triton compiles for every new set of tiers: minutes in a table of policies
+    backend = "torch" if on_gpu_in_fp32(model) else "auto"
     if entry.cache is not None:
-        return CACHES[entry.cache](config)
+        return CACHES[entry.cache](config, backend)
     try:
-        return EntropySubbyteCache(config, **entry.cache_options(head_dim_of(model)))
+        return EntropySubbyteCache(config, **{"backend": backend, **entry.cache_options(head_dim_of(model))})
     except ValueError as error:
         raise ValueError(f"policy {entry.policy!r}, code_bits {entry.code_bits}: {error}") from None
 
