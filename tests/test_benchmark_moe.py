@@ -1,6 +1,8 @@
 """The benchmark of experts and routers, as far as it needs no GPU."""
 
+import dataclasses
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from subbyte_kernels.expert_mlp import ExpertLayout, expert_mlp_reference
+from subbyte_kernels import nvrtc
+from subbyte_kernels.expert_mlp import ExpertCall, ExpertLayout, config, expert_mlp_reference
+from subbyte_kernels.expert_mlp.cuda_kernel import SOURCE, variant_of
 
 
 FOLDER = Path(__file__).parents[1] / "kernels" / "benchmarks"
@@ -27,6 +31,7 @@ SCRIPTS = (
     "run",
     "moe",
     "moe_report",
+    "tune_moe",
 )
 CPU = torch.device("cpu")
 
@@ -107,3 +112,76 @@ def test_tables(scripts: Any, run: Any, tmp_path: Path) -> None:
 def test_the_kernels_page_shows_the_result_files(scripts: Any) -> None:
     page = scripts.results.README.read_text(encoding="utf-8")
     assert scripts.moe_report.rendered(page, scripts.results.RESULTS) == page
+
+
+def step_of(scripts: Any, name: str, tokens: int = 1) -> ExpertCall:
+    """A call of Qwen3-30B-A3B's shape, without weights."""
+    model, (kind, group) = scripts.moe.MODELS[0], scripts.moe.FORMATS[name]
+    layout = ExpertLayout(kind, model.hidden, model.intermediate, torch.bfloat16, group)
+    hidden, chosen = torch.zeros(tokens, model.hidden, dtype=torch.bfloat16), torch.zeros(tokens, model.top_k)
+    return ExpertCall(hidden, chosen.long(), chosen, torch.zeros(1, 1), torch.zeros(1, 1), layout)
+
+
+@pytest.mark.parametrize("name", ["bf16", "int4", "fp8"])
+@pytest.mark.parametrize("down", [False, True])
+def test_cuts_to_try_fit_and_compile(scripts: Any, name: str, down: bool) -> None:
+    call = step_of(scripts, name)
+    start = config.default_config(call.layout, 1, down)
+    near = [*scripts.tune_moe.neighbours(call, down, start)]
+    far = scripts.tune_moe.scattered(call, down, 12)
+    assert len(set(near)) == len(near) >= 6
+    assert len(set(far)) == 12
+    assert far == scripts.tune_moe.scattered(call, down, 12)
+    for cut in near:
+        assert 1 <= sum(getattr(cut, key) != value for key, value in dataclasses.asdict(start).items()) <= 2
+    assert all(scripts.tune_moe.fits(call, down, cut) for cut in near + far)
+    pytest.importorskip("cuda.bindings.nvrtc", reason="pip install 'hf-subbyte-moe[cuda]'")
+    for cut in far[:2]:
+        text = nvrtc.full_text(SOURCE, variant_of(call, down, cut).defined())
+        assert nvrtc.compile_source(text, SOURCE.name, "sm_90")
+
+
+def test_a_walk_ends_at_the_fastest_cut_and_keeps_what_failed(scripts: Any) -> None:
+    call = step_of(scripts, "int4")
+    best = (config.CudaConfig(4, 4, 2, 6, 6, 2), config.CudaConfig(8, 4, 2, 8, 4, 1))
+    timed = []
+
+    def time_of(pair: Any) -> tuple[float | None, str | None]:
+        timed.append(pair)
+        if pair[0].producers == 4:
+            return None, "too many producers"
+        far = 0
+        for cut, wanted in zip(pair, best, strict=True):
+            far += sum(abs(getattr(cut, key) - value) for key, value in dataclasses.asdict(wanted).items())
+        return 100.0 + far, None
+
+    start = [tuple(config.default_config(call.layout, 1, down) for down in (False, True))]
+    walk = scripts.tune_moe.Walk(call, time_of)
+    assert walk.go(start, lambda: True) == (best, 100.0)
+    assert len(set(timed)) == len(timed) == len(walk.lines)
+    assert any(line["us"] is None and line["failed"] == "too many producers" for line in walk.lines)
+    asked = iter([True, True, False])
+    stopped = scripts.tune_moe.Walk(call, time_of)
+    assert stopped.go(start, lambda: next(asked)) is not None
+    assert len(stopped.lines) == 3
+    assert scripts.tune_moe.Walk(call, lambda _: (None, "broken")).go(start, lambda: True) is None
+
+
+def test_winners_are_what_the_kernel_takes(scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, path = step_of(scripts, "int4").layout, tmp_path / "configs.json"
+    old = (config.CudaConfig(8, 4, 2, 4, 4), config.CudaConfig(8, 4, 2, 4, 4))
+    new = (config.CudaConfig(4, 4, 1, 4, 8, 4), config.CudaConfig(4, 4, 1, 6, 8, 2))
+    other = ExpertLayout(layout.format, 4096, layout.intermediate, layout.dtype, layout.group)
+    for kept, pair in ((layout, old), (other, old), (layout, new)):
+        scripts.tune_moe.keep_configs(path, "some GPU", kept, 1, pair, 12.345)
+    rows = json.loads(path.read_text())["some GPU"]
+    assert len(rows) == 4
+    assert {row["us"] for row in rows} == {12.35}
+    monkeypatch.setattr(config, "_TUNED", path)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "some GPU")
+    config._tuned.cache_clear()
+    config.choose_config.cache_clear()
+    assert tuple(config.choose_config(0, layout, 1, down) for down in (False, True)) == new
+    assert config.choose_config(0, other, 1, False) == old[0]
+    config._tuned.cache_clear()
+    config.choose_config.cache_clear()

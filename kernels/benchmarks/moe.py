@@ -154,6 +154,73 @@ def stock(call: ExpertCall) -> Tensor:
     return weighted.view(tokens, top_k, -1).sum(1)
 
 
+@dataclass(frozen=True)
+class Layer:
+    """A layer's experts and some steps of it.
+
+    Attributes:
+        layout: of its slabs.
+        calls: steps; with one token neighbours share no expert.
+        out: where they write.
+        room: their workspace.
+        distinct: experts of a step, on average.
+    """
+
+    layout: ExpertLayout
+    calls: list[ExpertCall]
+    out: Tensor
+    room: Tensor
+    distinct: float
+
+    @property
+    def bytes(self) -> int:
+        """That a step reads at least."""
+        layout = self.layout
+        return int(self.distinct * (layout.gate_up_bytes + layout.matrix_bytes(layout.hidden, layout.intermediate)))
+
+
+def random_layer(model: Experts, layout: ExpertLayout, slabs: tuple[Tensor, Tensor], tokens: int) -> Layer:
+    """Steps of so many tokens through gate_up and down of ``slabs``."""
+    gate_up, down = slabs
+    device = gate_up.device
+    generator = torch.Generator().manual_seed(tokens)
+    order = torch.randperm(model.count, generator=generator)
+    calls = []
+    for number in range(_CALLS):
+        if tokens == 1:  # one after the other, so that neighbours share none
+            ids = order.roll(-number * model.top_k)[: model.top_k][None]
+        else:
+            ids = torch.rand(tokens, model.count, generator=generator).topk(model.top_k).indices
+        hidden = torch.randn(tokens, model.hidden, generator=generator).to(device, DTYPE)
+        weights = torch.rand(tokens, model.top_k, generator=generator).to(device)
+        calls.append(ExpertCall(hidden, ids.to(device), weights, gate_up, down, layout))
+    room = torch.empty(workspace_bytes(calls[0]), dtype=torch.uint8, device=device)
+    distinct = sum(len(call.expert_ids.unique()) for call in calls) / len(calls)
+    return Layer(layout, calls, torch.empty_like(calls[0].hidden), room, distinct)
+
+
+class ExpertGate:
+    """Whether outputs of a call are right, beside PyTorch in the model's dtype, on a few of the experts.
+
+    Attributes:
+        call: the call that is checked.
+        plain_error: relative error of PyTorch.
+    """
+
+    def __init__(self, call: ExpertCall) -> None:
+        """Compute what is right."""
+        ids = call.expert_ids % min(_CHECKED_EXPERTS, call.gate_up.shape[0])
+        self.call = replace(call, expert_ids=ids)
+        self._right = expert_mlp_reference(replace(self.call, hidden=call.hidden.float()))
+        count = int(ids.max()) + 1
+        plain = call.layout.unpack(call.gate_up[:count], call.down[:count])
+        self.plain_error = self.error(stock(replace(self.call, gate_up=plain[0].to(DTYPE), down=plain[1].to(DTYPE))))
+
+    def error(self, made: Tensor) -> float:
+        """Relative error of an output."""
+        return float((made.float() - self._right).norm() / self._right.norm())
+
+
 class Run:
     """Rows of both result files."""
 
@@ -195,36 +262,19 @@ class Run:
         """All numbers of tokens of one model's experts in one format."""
         kind, group = FORMATS[name]
         layout = ExpertLayout(kind, model.hidden, model.intermediate, DTYPE, group)
-        gate_up, down = layout.views(random_slabs(layout, model.count, self.device))
+        slabs = layout.views(random_slabs(layout, model.count, self.device))
         for count in tokens:
-            calls = self._calls(model, layout, gate_up, down, count)
-            distinct = sum(len(call.expert_ids.unique()) for call in calls) / len(calls)
-            size = int(distinct * (layout.gate_up_bytes + layout.matrix_bytes(model.hidden, model.intermediate)))
-            out = torch.empty_like(calls[0].hidden)
-            room = torch.empty(workspace_bytes(calls[0]), dtype=torch.uint8, device=self.device)
+            layer = random_layer(model, layout, slabs, count)
             for backend in self._backends(model, layout, count):
                 named = {"model": model.name, "weights": name, "tokens": count, "backend": backend}
-                run = stock if backend == "stock" else functools.partial(_ours, out=out, room=room, backend=backend)
-                timed = [functools.partial(run, call) for call in calls]
-                check = functools.partial(self._check, run, calls[0])
-                self.row(self.experts, named, timed, size, check)
-                self.experts[-1]["distinct"] = distinct
-
-    def _calls(
-        self, model: Experts, layout: ExpertLayout, gate_up: Tensor, down: Tensor, tokens: int
-    ) -> list[ExpertCall]:
-        generator = torch.Generator().manual_seed(tokens)
-        order = torch.randperm(model.count, generator=generator)
-        calls = []
-        for number in range(_CALLS):
-            if tokens == 1:  # one after the other, so that neighbours share none
-                ids = order.roll(-number * model.top_k)[: model.top_k][None]
-            else:
-                ids = torch.rand(tokens, model.count, generator=generator).topk(model.top_k).indices
-            hidden = torch.randn(tokens, model.hidden, generator=generator).to(self.device, DTYPE)
-            weights = torch.rand(tokens, model.top_k, generator=generator).to(self.device)
-            calls.append(ExpertCall(hidden, ids.to(self.device), weights, gate_up, down, layout))
-        return calls
+                run = (
+                    stock
+                    if backend == "stock"
+                    else functools.partial(_ours, out=layer.out, room=layer.room, backend=backend)
+                )
+                timed = [functools.partial(run, call) for call in layer.calls]
+                self.row(self.experts, named, timed, layer.bytes, functools.partial(_check_experts, run, layer))
+                self.experts[-1]["distinct"] = layer.distinct
 
     def _backends(self, model: Experts, layout: ExpertLayout, tokens: int) -> list[str]:
         if self.device.type != "cuda":
@@ -232,19 +282,6 @@ class Run:
         portable = ["triton"] if model is MODELS[0] and tokens in (1, max(TOKENS)) else []
         known = ["cuda", *portable, *(["stock"] if not layout.packed and tokens <= _STOCK_TOKENS else [])]
         return [backend for backend in known if backend in self.wanted]
-
-    def _check(self, run: Callable[[ExpertCall], Tensor], call: ExpertCall) -> Record:
-        """Error beside that of PyTorch in the model's dtype, on a few of the experts."""
-        ids = call.expert_ids % min(_CHECKED_EXPERTS, call.gate_up.shape[0])
-        some = replace(call, expert_ids=ids)
-        right = expert_mlp_reference(replace(some, hidden=some.hidden.float()))
-        count = int(ids.max()) + 1
-        plain = call.layout.unpack(call.gate_up[:count], call.down[:count])
-        usual = stock(replace(some, gate_up=plain[0].to(DTYPE), down=plain[1].to(DTYPE)))
-        errors = [float((made.float() - right).norm() / right.norm()) for made in (run(some), usual)]
-        ratio = error_ratio(*errors)
-        wrong = f"error {errors[0]:.1e} is {results.shown(ratio, '.1f')} times PyTorch's" if not_right(ratio) else None
-        return {"error": errors[0], "plain_error": errors[1], "error_ratio": ratio, "wrong": wrong}
 
     def route(self, model: Router, tokens: Sequence[int]) -> None:
         """All numbers of tokens of one model's router."""
@@ -274,6 +311,15 @@ class Run:
 
 def _ours(call: ExpertCall, out: Tensor, room: Tensor, backend: str) -> Tensor:
     return expert_mlp(call, out, room, backend)
+
+
+def _check_experts(run: Callable[[ExpertCall], Tensor], layer: Layer) -> Record:
+    """Its error beside PyTorch's."""
+    gate = ExpertGate(layer.calls[0])
+    error = gate.error(run(gate.call))
+    ratio = error_ratio(error, gate.plain_error)
+    wrong = f"error {error:.1e} is {results.shown(ratio, '.1f')} times PyTorch's" if not_right(ratio) else None
+    return {"error": error, "plain_error": gate.plain_error, "error_ratio": ratio, "wrong": wrong}
 
 
 def _check_router(model: Router, states: Tensor, matrices: list[RouterMatrix], backend: str) -> Record:

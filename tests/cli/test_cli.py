@@ -76,7 +76,9 @@ def test_explain_shows_every_head(tmp_path: Path) -> None:
 
 def test_bench_reports_prefill_and_steps(tmp_path: Path) -> None:
     report = tmp_path / "bench.json"
-    shown = run("bench", "--context", "600", "--context", "900", "--prefills", "1", "--pairs", "2", "--json", str(report))
+    shown = run(
+        "bench", "--context", "600", "--context", "900", "--prefills", "1", "--pairs", "2", "--json", str(report)
+    )
     timings = json.loads(report.read_text())["timings"]
     assert [timing["context"] for timing in timings] == [600, 900]
     assert all(value > 0 for timing in timings for value in timing.values())
@@ -193,7 +195,6 @@ def test_at_16k_a_step_costs_at_most_8_plain_ones_grows_linearly_and_packing_at_
     short, long = json.loads(report.read_text())["timings"]
     assert (short["context"], long["context"]) == (4096, 16384)
     assert long["step_ratio"] <= 8
-    # four times the tokens; a quadratic step would cost 16 times. Operations are counted in cache/test_cost.py: a clock
-    # on a busy machine needs this room
+    # four times the tokens, and room for a clock on a busy machine; cache/test_cost.py counts operations exactly
     assert long["packed_step_ms"] <= 6 * short["packed_step_ms"]
     assert long["prefill_ratio"] <= 1.8

@@ -227,7 +227,7 @@ def test_the_cuda_kernel_says_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize(("down", "bucket"), [(False, 1), (True, 16)])
 def test_it_compiles(name: str, down: bool, bucket: int) -> None:
-    variant = cuda_kernel._Variant(
+    variant = cuda_kernel.Variant(
         device=0,
         down=down,
         layout=layout(name, 2048, 768, torch.bfloat16 if down else torch.float16),
@@ -239,7 +239,7 @@ def test_it_compiles(name: str, down: bool, bucket: int) -> None:
         weight_dtype=torch.float32,
         config=CudaConfig(8, 4, 2, 4, 8),
     )
-    assert nvrtc.compile_source(nvrtc.full_text(cuda_kernel._SOURCE, variant.defined()), "expert_mlp.cu", "sm_90")
+    assert nvrtc.compile_source(nvrtc.full_text(cuda_kernel.SOURCE, variant.defined()), "expert_mlp.cu", "sm_90")
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from subbyte_kernels.expert_mlp.layout import ExpertFormat, ExpertLayout
 from subbyte_kernels.expert_mlp.reference import MAX_EXPERT_TOKENS, ExpertCall
 
 
-_SOURCE = Path(__file__).with_name("expert_mlp.cu")
+SOURCE = Path(__file__).with_name("expert_mlp.cu")
 _MIN_CAPABILITY = (9, 0)
 _BUCKETS = (1, 8, MAX_EXPERT_TOKENS)
 _MAX_PAIRS = 512
@@ -54,17 +54,17 @@ def cuda_obstacle(call: ExpertCall) -> str | None:
 
 def workspace_bytes(call: ExpertCall) -> int:
     """Bytes that a call needs between its launches."""
-    bucket = next(size for size in _BUCKETS if size >= call.hidden.shape[0])
+    bucket = bucket_of(call.hidden.shape[0])
     shared = 0 if call.shared is None else call.shared.intermediate
     width = bucket * call.expert_ids.shape[1] * call.layout.intermediate + shared
     return 2 * call.hidden.shape[0] * width
 
 
 @dataclass(frozen=True)
-class _Variant:
+class Variant:
     """What a launch is compiled for."""
 
-    device: int
+    device: int | None
     down: bool
     layout: ExpertLayout
     shared: int
@@ -123,11 +123,33 @@ class _Variant:
         return (self.bucket * self.top_k * self.layout.intermediate + self.shared) // 8
 
 
+def bucket_of(tokens: int) -> int:
+    """A kernel is made for so many tokens or fewer."""
+    return next(size for size in _BUCKETS if size >= tokens)
+
+
+def variant_of(call: ExpertCall, down: bool, config: CudaConfig) -> Variant:
+    """What one of a call's launches is compiled for; looks at shapes and types alone."""
+    return Variant(
+        device=call.hidden.device.index,
+        down=down,
+        layout=call.layout,
+        shared=0 if call.shared is None else call.shared.intermediate,
+        activation=call.activation,
+        top_k=call.expert_ids.shape[1],
+        bucket=bucket_of(call.hidden.shape[0]),
+        index_dtype=call.expert_ids.dtype,
+        weight_dtype=call.expert_weights.dtype,
+        config=config,
+    )
+
+
 @lru_cache(maxsize=256)
-def _kernel(variant: _Variant) -> nvrtc.Kernel:
+def _kernel(variant: Variant) -> nvrtc.Kernel:
+    assert variant.device is not None  # obstacle: on a CPU
     threads = 32 * (variant.config.warps + variant.config.producers)
     return nvrtc.Kernel(
-        _SOURCE, "expert_mlp", variant.defined(), variant.device, threads, variant.shared_bytes, waits=True
+        SOURCE, "expert_mlp", variant.defined(), variant.device, threads, variant.shared_bytes, waits=True
     )
 
 
@@ -150,7 +172,7 @@ def expert_mlp_cuda(
     """
     hidden, layout, shared = call.hidden.contiguous(), call.layout, call.shared
     device, tokens = hidden.device.index, hidden.shape[0]
-    bucket = next(size for size in _BUCKETS if size >= tokens)
+    bucket = bucket_of(tokens)
     out = torch.empty_like(hidden) if out is None else out
     if workspace is None:
         workspace = torch.empty(workspace_bytes(call), dtype=torch.uint8, device=hidden.device)
@@ -160,18 +182,7 @@ def expert_mlp_cuda(
     multiprocessors = nvrtc.device_limits(device)[0]
     for down, weight in ((False, call.gate_up), (True, call.down)):
         config = choose_config(device, layout, bucket, down) if configs is None else configs[down]
-        variant = _Variant(
-            device=device,
-            down=down,
-            layout=layout,
-            shared=0 if shared is None else shared.intermediate,
-            activation=call.activation,
-            top_k=ids.shape[1],
-            bucket=bucket,
-            index_dtype=ids.dtype,
-            weight_dtype=weights.dtype,
-            config=config,
-        )
+        variant = variant_of(call, down, config)
         shared_weight = None if shared is None else shared.down if down else shared.gate_up
         params = struct.pack(
             "<11Q2i",
