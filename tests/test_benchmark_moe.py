@@ -85,6 +85,16 @@ def test_what_is_not_right_has_no_time(scripts: Any, run: Any, monkeypatch: pyte
     assert run.experts[0]["us"] is None is run.routers[0]["us"]
 
 
+def test_rows_that_are_not_measured_again_stay(scripts: Any, tmp_path: Path) -> None:
+    def row(tokens: int, commit: str) -> dict[str, Any]:
+        return {"model": "a", "weights": "int4", "tokens": tokens, "backend": "cuda", "commit": commit}
+
+    path = tmp_path / "expert_mlp.json"
+    scripts.moe.keep_rows({"device": "x"}, [row(1, "old"), row(2, "old")], path)
+    scripts.moe.keep_rows({"device": "y"}, [row(2, "new")], path)
+    assert json.loads(path.read_text()) == {"conditions": {"device": "y"}, "rows": [row(1, "old"), row(2, "new")]}
+
+
 def test_random_slabs_hold_plausible_weights(scripts: Any) -> None:
     for kind, group in scripts.moe.FORMATS.values():
         layout = ExpertLayout(kind, 64, 96, torch.bfloat16, group)

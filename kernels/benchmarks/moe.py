@@ -11,6 +11,7 @@ Transformers' ``batched_mm`` and the families' routers compute, call by call, in
 """
 
 import functools
+import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +47,7 @@ _CALLS = 16  # of a graph
 _CHECKED_EXPERTS = 16  # the reference unpacks what it reads
 _STOCK_TOKENS = 4  # more, and its copies of weights need more memory than there is
 _LAYERS = 48  # routers of a graph
+_ROW_KEY = ("model", "weights", "tokens", "backend")
 _console = Console(highlight=False)
 
 
@@ -335,32 +337,48 @@ def _check_router(model: Router, states: Tensor, matrices: list[RouterMatrix], b
     return {"same_experts": same / total}
 
 
+def keep_rows(conditions: Record, rows: list[Record], path: Path) -> None:
+    """Write rows beside those of the file that were not measured again."""
+    old = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    measured = [[row.get(key) for key in _ROW_KEY] for row in rows]
+    others = [row for row in old if [row.get(key) for key in _ROW_KEY] not in measured]
+    results.save({"conditions": conditions, "rows": [*others, *rows]}, path)
+
+
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the result files.")] = results.RESULTS,
     only: Annotated[str, typer.Option(help="experts or router; both if it is not given.")] = "",
     backend: Annotated[list[str] | None, typer.Option(help="cuda, triton or stock; repeat for more.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Name of a model; repeat for more.")] = None,
+    weights: Annotated[list[str] | None, typer.Option(help="bf16, int4 or fp8; repeat for more.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=1, max=16, help="Of a step; repeat for more.")] = None,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Tiny shapes, seconds; writes to a temporary folder.")
     ] = False,
 ) -> None:
-    """Time experts and routers. Exits with 1 if any output is not right or any kernel cannot run."""
+    """Time experts and routers. Exits with 1 if any output is not right or any kernel cannot run.
+
+    Rows that a run does not measure again stay in the result files, with their own commit.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type != "cuda" and not smoke:
         raise typer.BadParameter("measuring needs a CUDA device; --smoke goes through everything on a CPU")
     torch.set_float32_matmul_precision("highest")
     folder = Path(tempfile.mkdtemp(prefix="moe_")) if smoke else out
     run = Run(device, tuple(backend or BACKENDS))
-    tokens = (1, 3) if smoke else TOKENS
+    steps = tokens or ((1, 3) if smoke else TOKENS)
     with torch.no_grad():
         if only != "experts":
             for place in SMALL_ROUTERS if smoke else ROUTERS:
-                run.route(place, tokens)
-            results.save({"conditions": run.conditions, "rows": run.routers}, folder / "router.json")
+                if not model or place.name in model:
+                    run.route(place, steps)
+                    keep_rows(run.conditions, run.routers, folder / "router.json")
         if only != "router":
-            for model in SMALL if smoke else MODELS:
-                for name in model.formats:
-                    run.model(model, name, tokens)
-                    results.save({"conditions": run.conditions, "rows": run.experts}, folder / "expert_mlp.json")
+            for experts in SMALL if smoke else MODELS:
+                for name in experts.formats:
+                    if (not model or experts.name in model) and (not weights or name in weights):
+                        run.model(experts, name, steps)
+                        keep_rows(run.conditions, run.experts, folder / "expert_mlp.json")
     _console.print(f"numbers written to {folder}", soft_wrap=True)
     raise typer.Exit(1 if any(line["failed"] for line in [*run.experts, *run.routers]) else 0)
 
