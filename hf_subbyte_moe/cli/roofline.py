@@ -14,10 +14,14 @@ from hf_subbyte_moe.roofline import H200, Shape, Step, read_config, shape_of, st
 _GB = 1e9
 
 
+def _count(parameters: float) -> str:
+    return f"{parameters / 1e9:.1f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.1f} million"
+
+
 def _shape_line(shape: Shape) -> str:
     experts = f", {shape.top_k} of {shape.experts} experts in {shape.moe_layers} layers" if shape.experts else ""
     return (
-        f"{shape.name}: {shape.parameters / 1e9:.1f} billion parameters, {shape.active_parameters / 1e9:.1f} a token"
+        f"{shape.name}: {_count(shape.parameters)} parameters, {_count(shape.active_parameters)} a token"
         f"{experts}; weights {shape.total_bytes / _GB:.1f} GB"
     )
 
@@ -28,22 +32,20 @@ def _step_table(made: tuple[Step, ...]) -> Table:
         title=f"one decode step at least: {first.batch} rows of {first.context:,} tokens on {first.gpus} {H200.name}",
         title_justify="left",
     )
-    for name in ("cache", "weights a GPU", "cache a GPU", "fits", "weights read", "cache read", "sent a GPU"):
-        table.add_column(name, justify="right")
-    for name in ("ms", "of it links"):
-        table.add_column(name, justify="right")
+    table.add_column()
     for step in made:
-        table.add_row(
-            "bf16" if step.bits is None else f"{step.bits:g} bits",
-            f"{step.weights_a_gpu / _GB:.1f} GB",
-            f"{step.cache_a_gpu / _GB:.2f} GB",
-            "yes" if step.fits else "no",
-            f"{step.weights_read / _GB:.2f} GB",
-            f"{step.cache_read / _GB:.2f} GB",
-            f"{step.sent_a_gpu / 1e6:.2f} MB",
-            f"{step.ms:.2f}",
-            f"{step.link_ms:.2f}",
-        )
+        table.add_column("bf16 cache" if step.bits is None else f"{step.bits:g} bits", justify="right")
+    for name, shown in (
+        ("weights a GPU, GB", lambda step: f"{step.weights_a_gpu / _GB:.2f}"),
+        ("cache a GPU, GB", lambda step: f"{step.cache_a_gpu / _GB:.2f}"),
+        ("fits", lambda step: "yes" if step.fits else "no"),
+        ("weights read, GB", lambda step: f"{step.weights_read / _GB:.2f}"),
+        ("cache read, GB", lambda step: f"{step.cache_read / _GB:.2f}"),
+        ("sent by a GPU, MB", lambda step: f"{step.sent_a_gpu / 1e6:.2f}"),
+        ("of a step for links, ms", lambda step: f"{step.link_ms:.2f}"),
+        ("a step, ms", lambda step: f"{step.ms:.2f}"),
+    ):
+        table.add_row(name, *map(shown, made))
     return table
 
 
