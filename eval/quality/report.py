@@ -70,9 +70,11 @@ def _tasks(rows: Iterable[Row]) -> list[str]:
 
 
 def _by_policy(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
-    """Policy -> task -> row, in the order of the file."""
+    """Policy -> task -> row: families in the order of the file, each by its bits."""
+    listed = list(rows)
+    places = {family: place for place, family in reversed([*enumerate(map(_family, listed))])}
     found: dict[str, dict[str, Row]] = {}
-    for row in rows:
+    for row in sorted(listed, key=lambda row: (places[_family(row)], _by_bits(row)[0])):
         found.setdefault(key_of(row), {})[row["task"]] = row
     return found
 
