@@ -109,7 +109,5 @@ def test_listing_runs_nothing(reproduce: Any, project: Path) -> None:
 def test_an_unknown_place_is_refused(reproduce: Any, tmp_path: Path) -> None:
     step = {"files": ["a"], "on": "tpu", "minutes": 1, "run": "python a.py"}
     (tmp_path / "steps.json").write_text(json.dumps([step]))
-        json.dumps([{"files": ["a"], "on": "tpu", "minutes": 1, "run": "python a.py"}])
-    )
     with pytest.raises(ValueError, match="on='tpu' is not possible"):
         reproduce.read_steps(tmp_path / "steps.json")
