@@ -7,12 +7,12 @@ are always timed together. Every cut is checked like a row of ``moe.py`` before 
 """
 
 import contextlib
-import dataclasses
 import functools
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,7 +69,7 @@ def neighbours(call: ExpertCall, down: bool, config: CudaConfig) -> Iterator[Cud
     values = _values(call, down)
     found = {config}
     for move in _MOVES:
-        changed = dataclasses.asdict(config)
+        changed = asdict(config)
         for name, way in move.items():
             known = sorted({*values[name], changed[name]})
             place = known.index(changed[name]) + way
@@ -85,14 +85,14 @@ def neighbours(call: ExpertCall, down: bool, config: CudaConfig) -> Iterator[Cud
             yield made
 
 
-def scattered(call: ExpertCall, down: bool, count: int) -> list[CudaConfig]:
+def scattered(call: ExpertCall, down: bool, fixed: bool, count: int) -> list[CudaConfig]:
     """At most so many cuts from all over, the same in every run."""
     values = _values(call, down)
     draw = random.Random(0)
     found: list[CudaConfig] = []
     for _ in range(100 * count):
         with contextlib.suppress(ValueError):  # teams that do not divide the stages
-            made = CudaConfig(**{name: draw.choice(known) for name, known in values.items()})
+            made = CudaConfig(**{name: draw.choice(known) for name, known in values.items()}, fixed=fixed)
             if len(found) < count and made not in found and fits(call, down, made):
                 found.append(made)
     return found
@@ -160,7 +160,7 @@ class Walk:
         if pair not in self._known:
             us, failed = self._time_of(pair)
             self._known[pair] = us
-            cuts = {name: dataclasses.asdict(config) for name, config in zip(("gate_up", "down"), pair, strict=True)}
+            cuts = {name: asdict(config) for name, config in zip(("gate_up", "down"), pair, strict=True)}
             self.lines.append({**cuts, "us": us, "failed": failed})
         return self._known[pair]
 
@@ -180,7 +180,7 @@ class Walk:
             still += 1
             near = [*neighbours(self._call, down, pair[down])]
             if turn < 2:
-                near += scattered(self._call, down, _SCATTERED)
+                near += scattered(self._call, down, pair[down].fixed, _SCATTERED)
             self._build_all(down, near)
             for config in near:
                 if not allows():
@@ -245,7 +245,10 @@ def starts(device: int, layout: ExpertLayout, bucket: int) -> list[Pair]:
     """The cuts in use, and others to walk from."""
     packed = layout.format is not ExpertFormat.MODEL
     many = CudaConfig(4, 4, 1, 4, 8, 3) if packed else CudaConfig(8, 8, 2, 4, 16)
-    return [(choose_config(device, layout, bucket, False), choose_config(device, layout, bucket, True)), (many, many)]
+    made = [(choose_config(device, layout, bucket, False), choose_config(device, layout, bucket, True)), (many, many)]
+    if layout.format is ExpertFormat.INT4 and bucket == 1:
+        made += [(replace(gate_up, fixed=True), replace(down, fixed=True)) for gate_up, down in made]
+    return made
 
 
 def _time_of(clock: Clock, layer: Layer, gate: ExpertGate, pair: Pair) -> tuple[float | None, str | None]:
@@ -275,7 +278,7 @@ def keep_configs(path: Path, device: str, layout: ExpertLayout, bucket: int, pai
             "down": bool(down),
         }
         rows = [row for row in rows if {**row, **size} != row]
-        rows.append({**size, **dataclasses.asdict(config), "us": round(us, 2)})
+        rows.append({**size, **asdict(config), "us": round(us, 2)})
     known[device] = rows
     results.save(known, path)
 

@@ -15,6 +15,7 @@ from hf_subbyte_moe.ops_moe import expert_mlp
 from subbyte_kernels import nvrtc
 from subbyte_kernels.expert_mlp import (
     ExpertCall,
+    ExpertFormat,
     SharedExpert,
     cuda_kernel,
     expert_mlp_reference,
@@ -27,15 +28,26 @@ from support.experts_mlp import CUDA, DEVICE, LAYOUTS, expert_call, layout
 
 pytest.importorskip("triton", reason="needs triton")
 DTYPES = [torch.float16, torch.bfloat16]
+FIXED = CudaConfig(4, 4, 1, 4, 8, 2, fixed=True)
+
+
+def integers(call: ExpertCall, *given: Any) -> Tensor:
+    """The CUDA kernel by products of integers."""
+    if call.hidden.shape[0] > 1 or call.layout.format is not ExpertFormat.INT4:
+        pytest.skip("integers are for one token and int4")
+    return cuda_kernel.expert_mlp_cuda(call, *given, configs=(FIXED, FIXED))
+
+
 KERNELS = {
     "cuda": (cuda_kernel.cuda_obstacle, cuda_kernel.expert_mlp_cuda),
+    "integers": (cuda_kernel.cuda_obstacle, integers),
     "triton": (triton_kernel.triton_obstacle, triton_kernel.expert_mlp_triton),
 }
 
 
-@pytest.fixture(params=["triton", pytest.param("cuda", marks=[pytest.mark.gpu])])
+@pytest.fixture(params=["triton", *(pytest.param(name, marks=[pytest.mark.gpu]) for name in ("cuda", "integers"))])
 def kernel(request: pytest.FixtureRequest) -> Any:
-    if request.param == "cuda" and not CUDA:
+    if request.param != "triton" and not CUDA:
         pytest.skip("needs a CUDA device")
     return KERNELS[request.param]
 
@@ -112,11 +124,13 @@ def test_slots_strangers_shared_and_residual(kernel: Any, name: str, tokens: int
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 @pytest.mark.parametrize(
-    "config", [CudaConfig(8, 4, 2, 2, 4), CudaConfig(4, 1, 2, 4, 2), CudaConfig(2, 2, 1, 1, 8, 2)]
+    "config", [CudaConfig(8, 4, 2, 2, 4), CudaConfig(4, 1, 2, 4, 2), CudaConfig(2, 2, 1, 1, 8, 2), FIXED]
 )
 @pytest.mark.parametrize("name", ["model", "int4"])
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_many_more_stages_than_the_ring_holds(config: CudaConfig, name: str, tokens: int) -> None:
+    if config.fixed and (name, tokens) != ("int4", 1):
+        pytest.skip("integers are for one token and int4")
     call = expert_call(layout(name, 2048, 1024, torch.bfloat16), experts=8, top_k=4, tokens=tokens)
     right = exact(call)
     for _ in range(5):
@@ -134,6 +148,20 @@ def test_a_place_in_the_ring_belongs_to_one_team() -> None:
 def test_activations(kernel: Any, activation: str) -> None:
     call = expert_call(layout("model", 32, 32, torch.float16), activation=activation)
     check(kernel, call, 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0, 1e-38])
+def test_integers_of_extreme_tokens(value: float) -> None:
+    """What is not finite is not hidden, and nothing comes of nothing."""
+    call = expert_call(layout("int4", 256, 144, torch.bfloat16))
+    call.hidden[0, 3:11] = value
+    found = integers(call, None, None)
+    if value != value or value == torch.inf:
+        assert not found.isfinite().any()
+    else:
+        assert error(found, exact(call)) <= 1e-2
 
 
 def test_nothing_to_compute(kernel: Any) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ class CudaConfig:
         stages: stages of the ring.
         step: chunks of a stage; of 32 columns in the model's dtype, of 128 packed.
         blocks_per_sm: blocks of a multiprocessor in the grid.
+        fixed: products of integers, for one token and int4; both launches alike.
     """
 
     warps: int
@@ -35,6 +36,7 @@ class CudaConfig:
     stages: int
     step: int
     blocks_per_sm: int = 1
+    fixed: bool = False
 
     def __post_init__(self) -> None:
         teams, rest = divmod(self.warps, self.split)
@@ -73,7 +75,7 @@ def choose_config(device: int, layout: ExpertLayout, bucket: int, down: bool) ->
     nearest = min(rows, key=lambda row: _distance(row, layout))
     if _distance(nearest, layout) > math.log(_NEAR):
         return default_config(layout, bucket, down)
-    return CudaConfig(*(int(nearest[name]) for name in CudaConfig.__dataclass_fields__))
+    return CudaConfig(**{field.name: nearest.get(field.name, field.default) for field in fields(CudaConfig)})
 
 
 def _distance(row: dict[str, Any], layout: ExpertLayout) -> float:

@@ -54,10 +54,16 @@ def cuda_obstacle(call: ExpertCall) -> str | None:
 
 def workspace_bytes(call: ExpertCall) -> int:
     """Bytes that a call needs between its launches."""
-    bucket = bucket_of(call.hidden.shape[0])
+    tokens, top_k = call.expert_ids.shape
     shared = 0 if call.shared is None else call.shared.intermediate
-    width = bucket * call.expert_ids.shape[1] * call.layout.intermediate + shared
-    return 2 * call.hidden.shape[0] * width
+    if tokens == 1 and call.layout.format is ExpertFormat.INT4:  # enough for integers and for the model's dtype
+        return top_k * _fixed_bytes(call.layout.intermediate) + _fixed_bytes(shared)
+    return 2 * tokens * (bucket_of(tokens) * top_k * call.layout.intermediate + shared)
+
+
+def _fixed_bytes(width: int) -> int:
+    """Of one token's values as integers: 320 for each 128 values."""
+    return -(-width // 128) * 320
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,7 @@ class Variant:
             "DOWN": int(self.down),
             "FORMAT": _FORMATS[layout.format],
             "GROUP": layout.scale_columns,
+            "FIXED": int(self.config.fixed),
             "MODEL_BF16": int(layout.dtype == torch.bfloat16),
             "ACTIVATION": _ACTIVATIONS[self.activation],
             "HIDDEN": layout.hidden,
@@ -103,7 +110,8 @@ class Variant:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         columns = 16 if self.bucket > 8 else 8
-        return self.config.stages * self.stage_bytes + 2 * self.config.warps * 16 * columns * 4
+        token = _fixed_bytes(self.layout.hidden) + 32 if self.config.fixed and not self.down else 0
+        return self.config.stages * self.stage_bytes + 2 * self.config.warps * 16 * columns * 4 + token
 
     @property
     def stage_bytes(self) -> int:
@@ -169,8 +177,15 @@ def expert_mlp_cuda(
 
     Returns:
         ``out``.
+
+    Raises:
+        ValueError: one of ``configs`` is for integers and the other is not, or the call is not for them.
     """
     hidden, layout, shared = call.hidden.contiguous(), call.layout, call.shared
+    if configs is not None and any(config.fixed for config in configs):
+        fits = hidden.shape[0] == 1 and layout.format is ExpertFormat.INT4
+        if not fits or not all(config.fixed for config in configs):
+            raise ValueError(f"integers are for one token and int4, in both launches: {configs}")
     device, tokens = hidden.device.index, hidden.shape[0]
     bucket = bucket_of(tokens)
     out = torch.empty_like(hidden) if out is None else out

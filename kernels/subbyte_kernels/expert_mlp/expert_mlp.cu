@@ -20,8 +20,14 @@
 // Programmatic launches: gate_up waits for what made the tokens and their experts, then lets down start. down streams
 // its weights while gate_up still computes, since experts are known, and waits only before it reads activations.
 //
+// FIXED (one token, int4): products of integers. Eight neighbouring values of the token share a scale and are 15-bit
+// integers, 128 hi + lo with hi and lo of 8 bits; codes are 4-bit integers in the upper halves of bytes, one instruction
+// for four of them. m16n8k32 has eight columns and one token needs one, so lane t's eight values go into columns 2 t (hi)
+// and 2 t + 1 (lo), with zeros elsewhere: the result that lane t receives are the sums over its own eight values, exact,
+// and it multiplies them with their scale. gate_up writes its activations, 8 an item, in the same form.
+//
 // The host defines, in front of warp.cuh and this text: DOWN, FORMAT (0 the model's dtype, 1 int4, 2 fp8), GROUP
-// (values that share a scale), MODEL_BF16, ACTIVATION (0 silu, 1 gelu, 2 gelu by tanh, 3 relu), HIDDEN, INTERMEDIATE,
+// (values that share a scale), FIXED, MODEL_BF16, ACTIVATION (0 silu, 1 gelu, 2 gelu by tanh, 3 relu), HIDDEN, INTERMEDIATE,
 // SHARED_INTERMEDIATE (0 without shared expert), TOP_K, MAX_TOKENS (1, 8, 16), INDEX_BYTES, WEIGHT_KIND (0 fp32, 1 fp16,
 // 2 bf16), WARPS (that compute), SPLIT (of them for one stage), PRODUCERS, STAGES, STEP (chunks of a stage),
 // MIN_BLOCKS (of a multiprocessor that registers must be enough for).
@@ -35,7 +41,7 @@ struct Params {
     u64 expert_stride;         // bytes from slot to slot
     const u8* shared_weights;  // the shared expert's, or null
     const u8* shared_scale;    // [T] fp32, or null
-    u8* act;                   // [MAX_LIST (+ shared), T, INTERMEDIATE]
+    u8* act;                   // [MAX_LIST (+ shared), T, INTERMEDIATE], or ACT_BYTES each
     u8* out;                   // [T, HIDDEN]
     const u8* residual;        // [T, HIDDEN] or null
     int tokens, experts;
@@ -57,11 +63,17 @@ constexpr int ROW_STRIDE = WHOLE_ROWS || ROW_BYTES % 128 ? ROW_BYTES : ROW_BYTES
 constexpr int HALF_BYTES = FORMAT == 0 ? 8 * ROW_STRIDE : STEP * BLOCK;
 constexpr int STAGE_BYTES = 2 * HALF_BYTES;
 constexpr int RED_FLOATS = WARPS * 16 * COLUMNS;
+constexpr int FIXED_CHUNK = 320;                       // of a token's chunk: [t][hi, lo][q][8] integers, [t][q] fp32 scales
+constexpr int FIXED_SCALES = 256;                      // where the latter begin
+constexpr float FIXED_MOST = 127 * 128;
+constexpr int ACT_BYTES = FIXED ? (INTERMEDIATE + 127) / 128 * FIXED_CHUNK : 2 * INTERMEDIATE;  // of an expert and token
+constexpr int HIDDEN_BYTES = FIXED && !DOWN ? (HIDDEN + 127) / 128 * FIXED_CHUNK : 0;  // and 32 zeros, in shared memory
 constexpr int ROWS = DOWN ? 16 : 8;                    // of output, of an item
 constexpr int WIDTH = DOWN ? HIDDEN : INTERMEDIATE;
 constexpr int ITEM_TILES = (WIDTH + ROWS - 1) / ROWS;
 constexpr int SHARED_TILES = DOWN ? 0 : SHARED_INTERMEDIATE / 8;
 static_assert(STAGE_BYTES % 16 == 0 && WARPS % SPLIT == 0, "");
+static_assert(!FIXED || (FORMAT == 1 && MAX_TOKENS == 1), "");
 // A wait for a phase of a barrier tells it from the one before alone, so whoever waits must have waited for that one too.
 static_assert(STAGES % TEAMS == 0 && STAGES % PRODUCERS == 0, "a place in the ring belongs to one team and one producer");
 
@@ -350,6 +362,121 @@ DEVICE void multiply_chunk(float (&sum)[TILES][4], const Columns& columns, u32 u
     }
 }
 
+// ---------------------------------------------------------------------------------------------- integers
+
+DEVICE float max_or_nan(float a, float b) {
+    float made;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(made) : "f"(a), "f"(b));
+    return made;
+}
+DEVICE void mma_fixed(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Integers of values whose largest is `most`, and the scale that undoes it and the 16 of codes in upper halves. What is
+// not finite makes every sum NaN.
+DEVICE float fixed_factor(float most) { return most > 1e-30f ? FIXED_MOST / most : 0.f; }
+DEVICE float fixed_scale(float most) { return most * (1.f / (16 * FIXED_MOST)); }
+struct HiLo { int hi, lo; };
+DEVICE HiLo fixed(float x, float factor) {
+    const int whole = __float2int_rn(x * factor);
+    const int hi = (whole + 64) >> 7;
+    return {hi, whole - 128 * hi};
+}
+
+// Place of a value among the eight of its lane: even nibbles of a word of codes, then odd ones.
+DEVICE int fixed_place(int column) { return ((2 * column) & 7) | (column >> 2); }
+
+// The token as integers, in shared memory: 16 lanes' values for each chunk; 32 zeros behind it.
+DEVICE void fix_hidden(u8* made, const u8* hidden) {
+    for (int group = threadIdx.x; group < 16 * ((HIDDEN + 127) / 128); group += 32 * WARPS) {
+        const uint4 raw = load_global(hidden + 16 * group, group < HIDDEN / 8);
+        const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+        float x[8], most = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            x[i] = from_model((u16)(words[i / 2] >> (16 * (i % 2))));
+            most = max_or_nan(most, fabsf(x[i]));
+        }
+        u32 codes[2][2] = {};
+        const float factor = fixed_factor(most);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const HiLo parts = fixed(x[i], factor);
+            const int place = fixed_place(i);
+            codes[0][place / 4] |= (parts.hi & 255) << (8 * (place % 4));
+            codes[1][place / 4] |= (parts.lo & 255) << (8 * (place % 4));
+        }
+        u8* chunk = made + group / 16 * FIXED_CHUNK;
+        const int q = group % 16 / 4, t = group % 4;
+        *(uint2*)(chunk + 64 * t + 8 * q) = {codes[0][0], codes[0][1]};
+        *(uint2*)(chunk + 64 * t + 32 + 8 * q) = {codes[1][0], codes[1][1]};
+        *(float*)(chunk + FIXED_SCALES + 16 * t + 4 * q) = fixed_scale(most);
+    }
+    if (threadIdx.x < 8) ((u32*)(made + HIDDEN_BYTES))[threadIdx.x] = 0;
+    asm volatile("bar.sync 1, %0;" :: "n"(32 * WARPS) : "memory");
+}
+
+// A lane's part of a token's chunk: operand B of the chunk's four products, and their scales.
+struct FixedColumns { uint4 codes[2], scales; };
+
+DEVICE void load_fixed(FixedColumns& made, const u8* act, u32 hidden, int width, int chunk, int lane) {
+    const int g = lane / 4, t = lane % 4;
+    const bool own = g / 2 == t;  // of columns 2 t and 2 t + 1
+    if (DOWN) {
+        const bool there = chunk < chunks_of(width);
+        const u8* from = act + chunk * FIXED_CHUNK;
+        made.codes[0] = load_global(from + 64 * t + g % 2 * 32, there && own);
+        made.codes[1] = load_global(from + 64 * t + g % 2 * 32 + 16, there && own);
+        made.scales = load_global(from + FIXED_SCALES + 16 * t, there);
+        if (width % 128) {  // nobody wrote what is behind the last column
+            u32* scales = &made.scales.x;
+#pragma unroll
+            for (int q = 0; q < 4; ++q) scales[q] = 16 * chunk + 4 * q + t < width / 8 ? scales[q] : 0;
+        }
+    } else {
+        const u32 from = hidden + (own ? 64 * t + g % 2 * 32 + chunk * FIXED_CHUNK : HIDDEN_BYTES);
+        made.codes[0] = load_shared(from);
+        made.codes[1] = load_shared(own ? from + 16 : from);
+        made.scales = load_shared(hidden + chunk * FIXED_CHUNK + FIXED_SCALES + 16 * t);
+    }
+}
+
+// `halves`: 0xf0f0f0f0, from a value that the compiler does not know; it would load the constant for every use.
+DEVICE void multiply_fixed(float (&sum)[2], const FixedColumns& x, u32 upper, u32 lower, u32 halves, int lane) {
+    const uint4 a = load_shared(upper), b = load_shared(lower);
+    u32 scale[2][GROUPS > 1 ? GROUPS / 2 : 1];
+#pragma unroll
+    for (int i = 0; i < GROUPS / 2; ++i) {
+        const u32 at = CODES + 2 * GROUPS * (lane / 4) + 4 * i - 16 * lane;
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(scale[0][i]) : "r"(upper + at));
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(scale[1][i]) : "r"(lower + at));
+    }
+    const u32 words[2][4] = {{a.x, a.y, a.z, a.w}, {b.x, b.y, b.z, b.w}};
+    const u32 columns[8] = {x.codes[0].x, x.codes[0].y, x.codes[0].z, x.codes[0].w,
+                            x.codes[1].x, x.codes[1].y, x.codes[1].z, x.codes[1].w};
+    const u32 scales[4] = {x.scales.x, x.scales.y, x.scales.z, x.scales.w};
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+        u32 even[2], odd[2];  // codes less 8, times 16
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            even[row] = ((words[row][q] << 4) & halves) ^ 0x80808080u;
+            odd[row] = (words[row][q] & halves) ^ 0x80808080u;
+        }
+        int made[4] = {0, 0, 0, 0};
+        mma_fixed(made, even[0], even[1], odd[0], odd[1], columns[2 * q], columns[2 * q + 1]);
+        const int group = GROUPS * q / 4;
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const u32 pair = scale[row][group / 2];
+            const float weight = __uint_as_float(group % 2 ? pair & 0xffff0000u : pair << 16);
+            sum[row] += weight * __uint_as_float(scales[q]) * (float)(128 * made[2 * row] + made[2 * row + 1]);
+        }
+    }
+}
+
 // ---------------------------------------------------------------------------------------------- the end of an item
 
 DEVICE void finish_gate_up(const float* weights, int count, const Params& p, const float* red, int item) {
@@ -357,7 +484,7 @@ DEVICE void finish_gate_up(const float* weights, int count, const Params& p, con
     const bool is_shared = SHARED_INTERMEDIATE > 0 && entry >= count;
     const int tile = is_shared ? item - count * ITEM_TILES : item % ITEM_TILES;
     const int width = is_shared ? SHARED_INTERMEDIATE : INTERMEDIATE;
-    u16* act = (u16*)p.act + (is_shared ? (u64)MAX_LIST * p.tokens * INTERMEDIATE : (u64)entry * p.tokens * INTERMEDIATE);
+    u8* act = p.act + (u64)(is_shared ? MAX_LIST : entry) * p.tokens * ACT_BYTES;
     for (int i = threadIdx.x; i < 8 * p.tokens; i += 32 * WARPS) {
         const int row = i % 8, token = i / 8;
         float gate = 0, up = 0;
@@ -368,7 +495,20 @@ DEVICE void finish_gate_up(const float* weights, int count, const Params& p, con
         }
         const float weight = !is_shared ? weights[entry * p.tokens + token]
                              : p.shared_scale ? ((const volatile float*)p.shared_scale)[token] : 1.f;
-        act[(u64)token * width + 8 * tile + row] = weight == 0.f ? 0 : to_model(weight * activation(gate) * up);
+        const float made = weight == 0.f ? 0.f : weight * activation(gate) * up;
+        if (!FIXED) {
+            ((u16*)act)[(u64)token * width + 8 * tile + row] = to_model(made);
+            continue;
+        }
+        float most = fabsf(made);  // of the lanes 0 to 7 that are here
+#pragma unroll
+        for (int step = 1; step < 8; step *= 2) most = max_or_nan(most, __shfl_xor_sync(0xff, most, step));
+        const HiLo parts = fixed(made, fixed_factor(most));
+        u8* chunk = act + tile / 16 * FIXED_CHUNK;
+        const int q = tile % 16 / 4, t = tile % 4;
+        chunk[64 * t + 8 * q + fixed_place(row)] = (u8)parts.hi;
+        chunk[64 * t + 32 + 8 * q + fixed_place(row)] = (u8)parts.lo;
+        if (row == 0) *(float*)(chunk + FIXED_SCALES + 16 * t + 4 * q) = fixed_scale(most);
     }
 }
 
@@ -427,23 +567,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expert_mlp(con
         asm volatile("griddepcontrol.wait;" ::: "memory");
         asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     }
+    u8* hidden = shared_memory + STAGES * STAGE_BYTES + 8 * RED_FLOATS;  // as integers
+    if (FIXED && !DOWN) fix_hidden(hidden, p.hidden);
+    const u32 halves = 0xf0f0f0f0u | p.tokens >> 16;
     int stage = 0, turn = 0;
     for (int item = blockIdx.x; item < items; item += gridDim.x, turn ^= 1) {
         float sum[2][TILES][4] = {};  // two, so that products need not wait for each other
+        float whole[2][2] = {};       // the same for integers
         for (int index = 0; index < parts; ++index) {
             const Part part = part_of(slots, count, p, item, index);
             if (ONE && !part.weights) continue;
             const int width = part.width;
             const bool is_shared = SHARED_INTERMEDIATE > 0 && index >= count;
-            const u8* source = !DOWN ? p.hidden
-                : p.act + 2 * (is_shared ? (u64)MAX_LIST : (u64)index) * p.tokens * INTERMEDIATE;
+            const u8* source = !DOWN ? p.hidden : p.act + (u64)(is_shared ? MAX_LIST : index) * p.tokens * ACT_BYTES;
             for (int chunk = 0; chunk < chunks_of(width); chunk += STEP, ++stage) {
                 if (stage % TEAMS != warp / SPLIT) continue;
                 const int own = warp % SPLIT;
                 Columns columns[OWN];
+                FixedColumns integers[OWN];
 #pragma unroll
-                for (int i = 0; i < OWN; ++i)
-                    load_columns(columns[i], source, width, p.tokens, (chunk + own + SPLIT * i) * CHUNK, lane);
+                for (int i = 0; i < OWN; ++i) {
+                    const int c = chunk + own + SPLIT * i;
+                    if (!FIXED) load_columns(columns[i], source, width, p.tokens, c * CHUNK, lane);
+                    else if (DOWN) load_fixed(integers[i], source, 0, width, c, lane);
+                }
                 const int place = stage % STAGES;
                 barrier_wait(address_of(full + place), (stage / STAGES) & 1);
                 const u32 base = address_of(ring + place * STAGE_BYTES);
@@ -451,7 +598,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expert_mlp(con
                 for (int i = 0; i < OWN; ++i) {
                     const int c = own + SPLIT * i;
                     const u32 upper = base + (FORMAT == 0 ? lane / 4 * ROW_STRIDE + 2 * CHUNK * c + 16 * (lane % 4) : c * BLOCK + 16 * lane);
-                    if (c < STEP && chunk + c < chunks_of(width)) multiply_chunk(sum[i % 2], columns[i], upper, upper + HALF_BYTES, lane);
+                    if (c >= STEP || chunk + c >= chunks_of(width)) continue;
+                    if (!FIXED) multiply_chunk(sum[i % 2], columns[i], upper, upper + HALF_BYTES, lane);
+                    else {
+                        if (!DOWN) load_fixed(integers[i], nullptr, address_of(hidden), width, chunk + c, lane);
+                        multiply_fixed(whole[i % 2], integers[i], upper, upper + HALF_BYTES, halves, lane);
+                    }
                 }
                 __syncwarp();
                 if (lane == 0) barrier_arrive(address_of(empty + place));
@@ -460,7 +612,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expert_mlp(con
         float* mine = red + turn * RED_FLOATS + warp * 16 * COLUMNS;
         const int g = lane / 4, t = lane % 4;
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
+        for (int row = 0; FIXED && row < 2; ++row) {
+            float all = whole[0][row] + whole[1][row];
+            all += __shfl_xor_sync(FULL, all, 1);
+            all += __shfl_xor_sync(FULL, all, 2);
+            if (t == 0) mine[(g + 8 * row) * COLUMNS] = all;
+        }
+#pragma unroll
+        for (int tile = 0; !FIXED && tile < TILES; ++tile) {
             mine[g * COLUMNS + 8 * tile + 2 * t] = sum[0][tile][0] + sum[1][tile][0];
             mine[g * COLUMNS + 8 * tile + 2 * t + 1] = sum[0][tile][1] + sum[1][tile][1];
             mine[(g + 8) * COLUMNS + 8 * tile + 2 * t] = sum[0][tile][2] + sum[1][tile][2];
