@@ -351,7 +351,7 @@ def triton_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[], ModuleType]:
     """Loads a second copy of the module, as it is in the circumstances that a test has made."""
 
     def load() -> ModuleType:
-        for part in ("triton_decoding", "triton_parts"):
+        for part in ("triton_decoding", "triton_parts", "triton_programs"):
             name = f"subbyte_kernels.decode_attention.{part}"
             monkeypatch.setitem(sys.modules, name, sys.modules[name])  # put back afterwards
             del sys.modules[name]

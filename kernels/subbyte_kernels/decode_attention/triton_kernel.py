@@ -1,6 +1,6 @@
 """Decode attention in Triton: the portable kernel, its checks and its launch.
 
-``triton_decoding.py`` turns records into values, ``triton_parts.py`` holds the kernels. Queries are rotated before,
+``triton_decoding.py`` turns records into values, ``triton_programs.py`` holds the kernels. Queries are rotated before,
 and the sum over tiles is rotated back after, by PyTorch. The queries of a KV head are its query heads' new tokens; all
 see every tile, and each has a mask of its own over the exact tokens.
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from subbyte_kernels.bitpack import WIDTHS
 from subbyte_kernels.decode_attention.reference import AttentionResult, AttentionTiles, ExactTokens
 from subbyte_kernels.decode_attention.triton_decoding import Tier, tier
-from subbyte_kernels.decode_attention.triton_parts import decode_attention_kernel, merge_parts_kernel
+from subbyte_kernels.decode_attention.triton_programs import decode_attention_kernel, merge_parts_kernel
 from subbyte_kernels.formats import Encoding, PackedTiles
 from subbyte_kernels.lanes import Order
 
