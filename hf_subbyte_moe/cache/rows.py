@@ -161,7 +161,7 @@ class RowCodecs:
             return
         tiles = whole.reshape(-1, TILE_TOKENS, dim)
         _, _, inliers = split_outliers(tiles, codec.format.tile_outliers(dim))
-        unit = normalize_tokens(inliers)[0].view(heads, -1)
+        unit = normalize_tokens(inliers)[0].reshape(heads, -1)  # one tile lies as the caller has it
         for head in range(heads):
             self._tables[side][codec.tier_id][row, head] = fit_centroids(unit[head], codec.format)
 

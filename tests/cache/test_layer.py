@@ -141,6 +141,19 @@ def test_a10_degenerate_values_stay_finite(policy: str, dtype: torch.dtype) -> N
     assert (layer.dequantize()[1][:, :, 4:132] == 0).all()
 
 
+@pytest.mark.parametrize("tokens", [259, 260, 387, 388])  # what is fitted: the prompt, one tile, one tile, two
+@pytest.mark.parametrize("policy", ["uniform:nuq2", "uniform:vq2"])
+@pytest.mark.parametrize("codebook", ["universal", "online"])
+def test_states_may_lie_as_a_model_makes_them(tokens: int, policy: str, codebook: str) -> None:
+    """Models view ``[B, T, H, D]`` as ``[B, H, T, D]``."""
+    layer, plain = make_layer(policy=policy, codebook=codebook), make_layer(policy=policy, codebook=codebook)
+    key, value = states(2, tokens)
+    put(plain, key, value)
+    put(layer, *(side.transpose(1, 2).contiguous().transpose(1, 2) for side in (key, value)))
+    for found, expected in zip(layer.dequantize(), plain.dequantize(), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_a10_constant_keys_need_the_fewest_bits() -> None:
     """Constant keys cost nothing at any tier, so the error policy spends everything on the values."""
     model = hf_subbyte_moe.apply(tiny_model("llama"), {"kv_cache": {"bits": 4.0, "window": 8}})
