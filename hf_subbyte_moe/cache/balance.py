@@ -62,7 +62,7 @@ class KeyBalance:
         if bool((factors == 1).all()):
             return False
         if self.factors is None:
-            self.factors = torch.ones(self._shape, device=key.device)
+            self.factors = torch.ones(self._shape, dtype=torch.float32, device=key.device)
         else:
             self.factors = self.factors.clone()  # a snapshot may hold the old ones
         self.factors[row] = factors

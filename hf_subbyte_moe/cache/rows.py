@@ -66,7 +66,7 @@ class RowCodecs:
         self._online = codebook == "online"
         # a latent is value and key at once: its queries are not all that its errors cost
         self._by_queries = codebook == "queries" and not latent
-        self._moments = torch.zeros(0)
+        self._moments = torch.zeros(0, dtype=torch.float16)
         self._seen: NDArray[np.int64] = np.zeros(batch, dtype=np.int64)  # queries in each row's moments
         self._shapings: dict[int, Shaping] = {}  # of rows whose moments did not change since
         if self._by_queries:
@@ -74,7 +74,7 @@ class RowCodecs:
         self._metric = None if metric is None else metric.to(device)
         self.orders = (Order.KEYS, Order.KEYS if latent else Order.VALUES)
         self.frozen = np.zeros(batch, dtype=bool)
-        self.mean = torch.zeros(batch, heads, key_dim, device=device)
+        self.mean = torch.zeros(batch, heads, key_dim, dtype=torch.float32, device=device)
         self.balance = KeyBalance((batch, heads, key_dim), possible=not latent)
         dims = (key_dim, value_states.shape[-1])
         self.rotations = tuple(rotation_matrix(dim, device) for dim in dims)
@@ -129,7 +129,8 @@ class RowCodecs:
         if not self._by_queries or tokens < _MIN_QUERIES:
             return
         # not the first ones, which see little
-        positions = torch.linspace(tokens // 4, tokens - 1, min(tokens - tokens // 4, _MOMENT_QUERIES)).long()
+        first, count = tokens // 4, min(tokens - tokens // 4, _MOMENT_QUERIES)
+        positions = torch.linspace(first, tokens - 1, count, dtype=torch.float32).long()
         query = queries.sample(0, positions.to(queries.query.device)).float() @ self.rotations[KEYS].t()
         moment = second_moment(query.reshape(self.mean.shape[1], -1, query.shape[-1]))
         share = tokens / (tokens + int(self._seen[row]))

@@ -21,7 +21,7 @@ _STEPS = 100
 def gaussian_table(entries: int, vector_dim: int) -> Tensor:
     """``[entries, vector_dim]`` fp16 for standard normal vectors; seeded."""
     generator = torch.Generator().manual_seed(entries * 8 + vector_dim)
-    vectors = torch.randn(_VECTORS, vector_dim, generator=generator)
+    vectors = torch.randn(_VECTORS, vector_dim, dtype=torch.float32, generator=generator)
     table = vectors[:entries].clone()
     for _ in tqdm(range(_STEPS), desc=table_key(entries, vector_dim)):
         table = lloyd(vectors, table, 1)

@@ -51,7 +51,8 @@ def rotation_signs(head_dim: int, device: torch.device) -> Tensor:
         ValueError: no block of 8 divides ``head_dim``.
     """
     block = rotation_block(head_dim)
-    return torch.tensor([_sign(channel % block, block) for channel in range(head_dim)], device=device)
+    signs = [_sign(channel % block, block) for channel in range(head_dim)]
+    return torch.tensor(signs, dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=16)
@@ -62,7 +63,7 @@ def rotation_matrix(head_dim: int, device: torch.device) -> Tensor:
         ValueError: no block of 8 divides ``head_dim``.
     """
     block = rotation_block(head_dim)
-    hadamard = torch.ones(1, 1)
+    hadamard = torch.ones(1, 1, dtype=torch.float32)
     while hadamard.shape[0] < block:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], dim=1), torch.cat([hadamard, -hadamard], dim=1)], dim=0)
     matrix = torch.block_diag(*[hadamard / block**0.5] * (head_dim // block))

@@ -55,7 +55,7 @@ def second_moment(vectors: Tensor) -> Tensor:
 def normalized(metric: Tensor) -> Tensor:
     """``[H, D, D]`` with a mean diagonal of 1; the identity where it was zero."""
     size = metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
-    identity = torch.eye(metric.shape[-1], device=metric.device).expand_as(metric)
+    identity = torch.eye(metric.shape[-1], dtype=torch.float32, device=metric.device).expand_as(metric)
     return torch.where(size > 0, metric / size.clamp(min=_TINY), identity)
 
 
@@ -70,7 +70,7 @@ class Shaping:
     @cached_property
     def metric(self) -> Tensor:
         """``[H, D, D]`` fp32, symmetric, positive definite."""
-        identity = torch.eye(self._moment.shape[-1], device=self._moment.device)
+        identity = torch.eye(self._moment.shape[-1], dtype=torch.float32, device=self._moment.device)
         return normalized(self._moment.float()) + _DAMPING * identity
 
     @cached_property

@@ -150,7 +150,7 @@ def _read_text(
 def _costs(states: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor], moment: Tensor) -> Tensor:
     """``[H, 2, C]`` nats a prediction of each tier."""
     heads = states[KEYS].shape[0]
-    costs = torch.empty(heads, 2, len(CANDIDATES), device=moment.device)
+    costs = torch.empty(heads, 2, len(CANDIDATES), dtype=torch.float32, device=moment.device)
     for side in (KEYS, VALUES):
         codec = _side(states[side], side, moment)
         for number, tier in enumerate(CANDIDATES):

@@ -128,7 +128,8 @@ class SideCodec:
 def sample_positions(queries: int) -> Tensor:
     """Sorted positions of at most ``SAMPLED_QUERIES`` queries among ``queries`` new ones."""
     last = min(queries, SAMPLED_QUERIES // 2)
-    spread = torch.linspace(queries // 2, max(queries // 2, queries - last - 1), SAMPLED_QUERIES // 2).long()
+    edges = (queries // 2, max(queries // 2, queries - last - 1))
+    spread = torch.linspace(*edges, SAMPLED_QUERIES // 2, dtype=torch.float32).long()
     positions: Tensor = torch.cat([spread, torch.arange(queries - last, queries)]).unique()
     return positions
 
@@ -333,7 +334,7 @@ class RowProbe:
         weights = weights_of(key)
         rest = output - weights @ value  # what the tokens that stay exact contribute
         rest_mass = 1 - weights.sum(-1, keepdim=True)
-        errors = torch.empty(heads, 2, len(candidates), device=key.device)
+        errors = torch.empty(heads, 2, len(candidates), dtype=torch.float32, device=key.device)
         for side in (KEYS, VALUES):
             restored = [
                 _round_trip(sides[side], taken[side], side_codec(codec, side, self._latent))[:, :count]
