@@ -19,7 +19,7 @@ from hf_subbyte_moe.cache import (
     refuse_unsupported,
 )
 from hf_subbyte_moe.config import SubByteConfig
-from hf_subbyte_moe.decode import graph_steps, run_eagerly
+from hf_subbyte_moe.decode import check_forward, graph_steps, run_eagerly
 from hf_subbyte_moe.experts import Loading, bring_back, check_form, own_form, place, plan, set_form
 from hf_subbyte_moe.routing import choose_clusters, release, steer
 
@@ -90,6 +90,8 @@ def apply(
     if options.experts is not None:
         check_form(model, options.experts)
         plan(model, options.experts, loading)
+    if options.decode is not None:
+        check_forward(model, options.decode)
     if options.kv_cache is not None:
         refuse_unsupported(model.config.get_text_config(decoder=True))
         use_packed_attention(model)

@@ -23,6 +23,16 @@ Forward = Callable[..., ModelOutput]
 class CaptureError(RuntimeError):
     """The forward does something that a CUDA graph cannot hold."""
 
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether there was no memory for it, which may be otherwise another time."""
+        problem: BaseException | None = self
+        while problem is not None:
+            if isinstance(problem, torch.OutOfMemoryError):
+                return True
+            problem = problem.__cause__ or problem.__context__
+        return False
+
 
 class CaptureRoom:
     """What all graphs of a model share: a stream, and memory that the next graph takes over from the last."""

@@ -44,19 +44,25 @@ class StepRunner:
         self._model = weakref.ref(model)
         self.__signature__ = inspect.signature(model.forward)
         self.__name__, self.__doc__ = "forward", type(model).forward.__doc__
+        self._room: CaptureRoom | None = None
+        self.reset(options)
+
+    def reset(self, options: DecodeConfig) -> None:
+        """Begin anew: the model's parts may be others now than those that steps were captured with."""
         self.options = options
         self.refused: list[str] = []
         self._steps: weakref.WeakKeyDictionary[EntropySubbyteCache, GraphedStep] = weakref.WeakKeyDictionary()
-        self._room: CaptureRoom | None = None
+        self._obstacles: weakref.WeakKeyDictionary[EntropySubbyteCache, str] = weakref.WeakKeyDictionary()
         self._obstacle: str | None = None  # the model's own
+        self._weights: int | None = None  # where they lay when a step was prepared
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StepRunner":
         """For a copy of the model."""
         model = memo.get(id(self.model), self.model)
         copied = StepRunner.__new__(StepRunner)
         copied.__dict__.update(vars(self))
-        copied._model, copied._room, copied._steps = weakref.ref(model), None, weakref.WeakKeyDictionary()
-        copied.refused = []
+        copied._model, copied._room = weakref.ref(model), None
+        copied.reset(self.options)
         return copied
 
     @property
@@ -83,8 +89,11 @@ class StepRunner:
         try:
             return self._step(model, cache, ids, kwargs)
         except (CaptureError, FixedAddressError) as problem:
-            self._obstacle = str(problem)
-            self._refuse(self._obstacle)
+            if isinstance(problem, CaptureError) and not problem.out_of_memory:
+                self._obstacle = str(problem)
+            else:  # of this cache, or for now
+                self._obstacles[cache] = str(problem)
+            self._refuse(str(problem))
         except _RefusedError as reason:
             self._refuse(str(reason))
         return self._plain(**kwargs)
@@ -101,10 +110,14 @@ class StepRunner:
         positions = kwargs.get("position_ids")
         if positions is None:
             positions = torch.full_like(ids[:1], cache.get_seq_length())
+        weights = next(model.parameters()).data_ptr()
+        if weights != self._weights:  # moved, or of another dtype: what was captured reads where they were
+            self._steps.clear()
+            self._weights = weights
         steps = self._steps.get(cache)
         _check_arguments(kwargs)
         if steps is None or not steps.fits(ids, positions):
-            reason = self._obstacle or model_obstacle(model) or steps_obstacle(cache)
+            reason = self._obstacle or self._obstacles.get(cache) or model_obstacle(model) or steps_obstacle(cache)
             if reason is not None:
                 raise _RefusedError(reason)
             if self._room is None and ids.device.type in _GRAPHED:
@@ -181,15 +194,21 @@ def graph_steps(model: PreTrainedModel, options: DecodeConfig) -> None:
     if options.cuda_graph is False:
         run_eagerly(model)
         return
+    check_forward(model, options)
     runner = vars(model).get("forward")
     if isinstance(runner, StepRunner):
-        runner.options = options
-        return
-    if runner is not None:
+        runner.reset(options)
+    else:
+        vars(model)["forward"] = StepRunner(model, options)
+
+
+def check_forward(model: PreTrainedModel, options: DecodeConfig) -> None:
+    """Raises ValueError where :func:`graph_steps` can't take the place of a model's forward."""
+    runner = vars(model).get("forward")
+    if options.cuda_graph is not False and runner is not None and not isinstance(runner, StepRunner):
         raise ValueError(
             f"decode: the forward of this {type(model).__name__} was replaced already (by accelerate, or by hand)"
         )
-    vars(model)["forward"] = StepRunner(model, options)
 
 
 def run_eagerly(model: PreTrainedModel) -> None:

@@ -8,10 +8,11 @@ import torch
 from transformers import StoppingCriteria, TextStreamer
 
 import hf_subbyte_moe
-from hf_subbyte_moe.cache import CACHE_NAME, EntropySubbyteCache, count_packed_reads
+from hf_subbyte_moe.cache import CACHE_NAME, EntropySubbyteCache, FixedAddressError, count_packed_reads
 from hf_subbyte_moe.compat import CACHE_KW, cache_of
 from hf_subbyte_moe.config import DecodeConfig, SubByteConfig
 from hf_subbyte_moe.decode import StepRunner, runner
+from hf_subbyte_moe.decode.graph import CaptureError, GraphedStep
 from support.models import left_padded, prompt, tiny_model
 
 
@@ -235,6 +236,78 @@ def test_a_model_with_attention_of_its_own_goes_on_without() -> None:
         model.set_attn_implementation("sdpa")
         expected = model(ids[:, :1], **{CACHE_KW: copied}).logits
     assert torch.equal(made, expected)
+
+
+def taken(model: Any, tokens: int = 1) -> EntropySubbyteCache:
+    """A cache with a prompt and single-token steps behind it."""
+    cache = EntropySubbyteCache(model.config, **LOSSY)
+    with torch.no_grad():
+        for ids in (prompt(40), *prompt(tokens, seed=1).split(1, 1)):
+            model(ids, **{CACHE_KW: cache})
+    return cache
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    "change", [{"experts": {"weights": "int4"}}, {"routing": {"mode": "hard", "clusters": 4, "top_clusters": 1}}]
+)
+def test_a_second_apply_is_seen_by_a_cache_in_use(change: dict[str, Any]) -> None:
+    options = {"kv_cache": LOSSY, "decode": {"cuda_graph": True}}
+    model = tiny_model("mixtral")
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.data.mul_(20)
+    cache = taken(hf_subbyte_moe.apply(model, options))
+    assert model.forward.graphed(cache).is_fused
+    fresh, token = copy.deepcopy(cache), prompt(1, seed=2)
+    before = copy.deepcopy(cache)
+    with torch.no_grad():
+        old = model(token, **{CACHE_KW: before}).logits
+        hf_subbyte_moe.apply(model, {**options, **change})
+        used, expected = (model(token, **{CACHE_KW: each}).logits for each in (cache, fresh))
+    assert torch.equal(used, expected)
+    assert not torch.equal(used, old)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_weights_that_moved_are_not_read_where_they_were() -> None:
+    model = hf_subbyte_moe.apply(tiny_model("llama"), {"kv_cache": LOSSY, "decode": {"cuda_graph": True}})
+    cache = taken(model)
+    steps = model.forward.graphed(cache)
+    model.to(torch.float64).to(torch.float32)
+    with torch.no_grad():
+        model(prompt(1), **{CACHE_KW: cache})
+    assert model.forward.graphed(cache) is not steps
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("problem", [FixedAddressError("odd"), CaptureError("full"), CaptureError("a copy")])
+def test_what_one_cache_or_moment_cannot_do_others_can(problem: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what a graph cannot hold is remembered of the model, until the next ``apply``."""
+    options = {"kv_cache": LOSSY, "decode": {}}
+    model = hf_subbyte_moe.apply(tiny_model("llama"), options)
+    if str(problem) == "full":
+        problem.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
+    with monkeypatch.context() as patch:
+        patch.setattr(GraphedStep, "__call__", lambda *_: (_ for _ in ()).throw(problem))
+        broken = taken(model, 2)
+    assert model.forward.refused == [str(problem)]
+    with torch.no_grad():
+        model(prompt(1), **{CACHE_KW: broken})
+    assert model.forward.graphed(broken) is None
+    assert (model.forward.graphed(taken(model)) is None) == (str(problem) == "a copy")
+    hf_subbyte_moe.apply(model, options)
+    assert model.forward.graphed(taken(model)) is not None
+
+
+def test_a_forward_that_was_replaced_is_refused_before_anything_changes() -> None:
+    model = tiny_model("mixtral")
+    model.forward = model.forward
+    before = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(ValueError, match="was replaced already"):
+        hf_subbyte_moe.apply(model, {"kv_cache": LOSSY, "experts": {"weights": "int4"}, "decode": {}})
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert not hasattr(model.config, "hf_subbyte_moe")
+    assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.usefixtures("on_cpu")
