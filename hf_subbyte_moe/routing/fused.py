@@ -118,7 +118,7 @@ class FusedRouter:
             module: the router.
             hidden_states: ``[..., H]``.
         """
-        if not hidden_states.is_cuda:
+        if not hidden_states.is_cuda or module.training:
             return None
         states = hidden_states.reshape(-1, hidden_states.shape[-1])
         if not 1 <= states.shape[0] <= MAX_ROUTER_TOKENS:
@@ -139,14 +139,18 @@ def fused_router(module: nn.Module, dtype: torch.dtype) -> FusedRouter | None:
     """
     make = next((_SPECS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in _SPECS), None)
     weight = getattr(module, "weight", None)
-    if make is None or not isinstance(weight, Tensor) or weight.device.type == "meta" or module.training:
+    if make is None or not isinstance(weight, Tensor) or weight.device.type == "meta":
         return None
     spec, width = make(module), weight.shape[1]
     states = torch.randn(_PROBE_TOKENS, width, generator=torch.Generator().manual_seed(0)).to(weight.device, dtype)
     own: Any = next(cls for cls in type(module).__mro__ if cls.__name__ in _SPECS)
-    with torch.no_grad():
-        told = own.forward(module, states)
-        made = router_reference(states, router_matrix(module), spec)
+    training = module.training
+    try:
+        with torch.no_grad():
+            told = own.forward(module.eval(), states)
+            made = router_reference(states, router_matrix(module), spec)
+    finally:
+        module.train(training)
     backwards = not told[0].is_floating_point()
     mine = (made.index, made.weights, made.logits) if backwards else (made.logits, made.weights, made.index)
     same = all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(told, mine, strict=True))

@@ -164,6 +164,13 @@ def test_integers_of_extreme_tokens(value: float) -> None:
         assert error(found, exact(call)) <= 1e-2
 
 
+def test_a_workspace_that_is_too_small_is_refused() -> None:
+    call = expert_call(layout("int4", 64, 48, torch.bfloat16))
+    cut = CudaConfig(4, 4, 1, 4, 8, 2)
+    with pytest.raises(ValueError, match="workspace has 639 bytes, the call needs 640"):
+        cuda_kernel.expert_mlp_cuda(call, None, torch.empty(639, dtype=torch.uint8, device=DEVICE), (cut, cut))
+
+
 def test_nothing_to_compute(kernel: Any) -> None:
     call = expert_call(layout("model", 32, 32, torch.float16), tokens=2)
     call.expert_ids.fill_(99)

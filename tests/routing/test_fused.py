@@ -40,7 +40,15 @@ def test_a_router_that_differs_keeps_its_own_forward() -> None:
     Other.__name__ = "MixtralTopKRouter"
     router.__class__ = Other
     assert fused_router(router, torch.float32) is None
-    assert fused_router(find_routers(tiny_moe("mixtral").train())[0].module, torch.float32) is None
+
+
+def test_a_router_in_training_is_its_own_and_fused_afterwards() -> None:
+    router: Any = find_routers(tiny_moe("mixtral").train())[0].module
+    fused = fused_router(router, torch.float32)
+    assert router.training
+    assert isinstance(fused, FusedRouter)
+    states = torch.zeros(1, router.weight.shape[1], device="cuda" if CUDA else "cpu")
+    assert fused(router.to(states.device), states) is None
 
 
 def test_on_a_cpu_native_routing_is_the_models_own() -> None:

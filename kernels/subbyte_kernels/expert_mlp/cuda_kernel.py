@@ -179,24 +179,30 @@ def expert_mlp_cuda(
         ``out``.
 
     Raises:
-        ValueError: one of ``configs`` is for integers and the other is not, or the call is not for them.
+        ValueError: one configuration is for integers and the other is not, or the call is not for them; or
+            ``workspace`` is too small.
     """
     hidden, layout, shared = call.hidden.contiguous(), call.layout, call.shared
-    if configs is not None and any(config.fixed for config in configs):
-        fits = hidden.shape[0] == 1 and layout.format is ExpertFormat.INT4
+    device, tokens = hidden.device.index, hidden.shape[0]
+    if configs is None:
+        bucket = bucket_of(tokens)
+        configs = choose_config(device, layout, bucket, False), choose_config(device, layout, bucket, True)
+    if any(config.fixed for config in configs):
+        fits = tokens == 1 and layout.format is ExpertFormat.INT4
         if not fits or not all(config.fixed for config in configs):
             raise ValueError(f"integers are for one token and int4, in both launches: {configs}")
-    device, tokens = hidden.device.index, hidden.shape[0]
-    bucket = bucket_of(tokens)
     out = torch.empty_like(hidden) if out is None else out
+    size = workspace_bytes(call)
     if workspace is None:
-        workspace = torch.empty(workspace_bytes(call), dtype=torch.uint8, device=hidden.device)
+        workspace = torch.empty(size, dtype=torch.uint8, device=hidden.device)
+    if workspace.nbytes < size:
+        raise ValueError(f"workspace has {workspace.nbytes:,} bytes, the call needs {size:,}")
     ids, weights = call.expert_ids.contiguous(), call.expert_weights.contiguous()
     residual = None if call.residual is None else call.residual.contiguous()
     stream = torch._C._cuda_getCurrentRawStream(device)
     multiprocessors = nvrtc.device_limits(device)[0]
     for down, weight in ((False, call.gate_up), (True, call.down)):
-        config = choose_config(device, layout, bucket, down) if configs is None else configs[down]
+        config = configs[down]
         variant = variant_of(call, down, config)
         shared_weight = None if shared is None else shared.down if down else shared.gate_up
         params = struct.pack(
