@@ -45,6 +45,8 @@ def set_form(model: PreTrainedModel, config: ExpertsConfig, loading: Loading | N
             bring_back(model, torch.device("cpu"))
         target = target_of(model) if loading is None or loading.device is None else loading.device
         stays = loading is None or config.moves
+        if loading is not None:
+            loading.pack(model, config.weights, target)
         pack_experts(model, config.weights, through=target, to=device_of(model) if stays else target)
         if not stays:
             model.to(target)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_subbyte_moe.config import ExpertsConfig
 from hf_subbyte_moe.experts.memory import refuse_too_large
+from hf_subbyte_moe.experts.quantized import pack_files
 from hf_subbyte_moe.experts.weights import TensorFile
 from hf_subbyte_moe.routing.families import experts_of_router, find_routers
 
@@ -75,6 +76,23 @@ class Loading:
         for module in model.modules():
             vars(module).pop("forward", None)  # left behind: the class's own, bound
         del model.hf_device_map
+
+    def pack(self, model: PreTrainedModel, weights: str, through: torch.device) -> None:
+        """Pack experts that lie in files; their bytes lie in files then, and files that were made for this call go.
+
+        Args:
+            model: that was loaded.
+            weights: "int4", "int4-g64" or "fp8".
+            through: where the bytes are made.
+        """
+        if self.experts_files is None:
+            return
+        folder = tempfile.TemporaryDirectory(prefix="hf-subbyte-moe-")
+        modules = [model.get_submodule(name) for name in self._names]
+        self.experts_files = pack_files(modules, self.experts_files, weights, through, Path(folder.name))
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._folder = folder
 
     @property
     def folder(self) -> object:

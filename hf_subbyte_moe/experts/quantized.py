@@ -7,8 +7,9 @@ experts that it uses are unpacked, one layer at a time.
 Gives up: gradients, and the exact weights: going back unpacks what was packed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_subbyte_moe.experts.experts import StandIn
 from hf_subbyte_moe.experts.fused import experts_modules, fused_activation, is_few_on_gpu
+from hf_subbyte_moe.experts.weights import TensorFile, write_files
 from hf_subbyte_moe.ops_moe import ExpertFormat, ExpertLayout, expert_mlp
 
 
@@ -165,18 +167,48 @@ def pack_experts(
         if isinstance(module, PackedExperts):
             continue
         layout = layout_of(module, weights)
-        put_packed(module, layout, *_packed_rows(module, layout, through, to))
+        plain: list[Tensor] = [getattr(module, name).detach() for name in _NAMES]
+        put_packed(module, layout, *_packed_rows(plain, layout, through, to))
+
+
+def pack_files(
+    modules: Sequence[nn.Module],
+    files: Sequence[Mapping[str, TensorFile]],
+    weights: str,
+    through: torch.device,
+    folder: Path,
+) -> list[Mapping[str, TensorFile]]:
+    """Pack experts that lie in files, one layer after the other: no more than one is in host memory.
+
+    Args:
+        modules: experts whose weights are in files, and on the meta device here; they get bytes mapped into memory.
+        files: of every module's weights, in any dtype.
+        weights: "int4", "int4-g64" or "fp8".
+        through: where the bytes are made.
+        folder: where they are written.
+
+    Returns:
+        The files of every module's bytes.
+    """
+    packed: list[Mapping[str, TensorFile]] = []
+    for layer, (module, given) in enumerate(zip(modules, files, strict=True)):
+        layout = layout_of(module, weights)
+        rows = _packed_rows([given[name].map() for name in _NAMES], layout, through, torch.device("cpu"))
+        packed.append(write_files(folder, layer, dict(zip(_NAMES, rows, strict=True)), torch.uint8))
+        put_packed(module, layout, *(packed[layer][name].map() for name in _NAMES))
+    return packed
 
 
 def _packed_rows(
-    module: nn.Module, layout: ExpertLayout, through: torch.device | None, to: torch.device | None
+    plain: Sequence[Tensor], layout: ExpertLayout, through: torch.device | None, to: torch.device | None
 ) -> tuple[Tensor, Tensor]:
-    plain: list[Tensor] = [getattr(module, name).detach() for name in _NAMES]
     rows: list[Tensor] = []
     for weight in plain:
         together = _at_once(weight[0].numel())
         some = (
-            layout.pack_matrix(weight[start : start + together].to(through or weight.device)).to(to or weight.device)
+            layout.pack_matrix(weight[start : start + together].to(through or weight.device, layout.dtype)).to(
+                to or weight.device
+            )
             for start in range(0, weight.shape[0], together)
         )
         rows.append(torch.cat(list(some)))

@@ -8,10 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_subbyte_moe
-from hf_subbyte_moe.experts import FUSED_NAME, PackedExperts, PlacedExperts
+from hf_subbyte_moe.experts import FUSED_NAME, PackedExperts, PlacedExperts, engine_of
 from hf_subbyte_moe.experts import fused as fused_file
 from hf_subbyte_moe.experts import quantized as quantized_file
 from hf_subbyte_moe.experts.fused import eager_forward, experts_modules, fused_activation
+from hf_subbyte_moe.experts.weights import DiskBank
 from support.experts import same, steps
 from support.models import prompt
 from support.moe import MOE_CONFIGS, tiny_moe
@@ -113,6 +114,26 @@ def test_they_are_packed_when_a_model_is_loaded(tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, hf_subbyte_moe=options)
     assert loaded.config.hf_subbyte_moe["experts"] == {"weights": "int4"}
     assert torch.equal(logits(loaded.cpu()), logits(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weights", ["int4", "fp8"])
+def test_they_are_packed_from_files_when_a_model_is_loaded_onto_disk(
+    weights: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    tiny_moe("qwen3_moe").save_pretrained(tmp_path)
+    options: Any = {"experts": {"weights": weights}}
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, hf_subbyte_moe=options, dtype=dtype).cpu()
+    options = {"experts": {"weights": weights, "placement": "disk", "gpu_slots": 5}}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, hf_subbyte_moe=options, dtype=dtype)
+    engine = engine_of(loaded)
+    assert engine is not None
+    assert isinstance(engine.bank, DiskBank)
+    for module, other in zip(experts_modules(loaded), experts_modules(model), strict=True):
+        assert isinstance(module, PackedExperts)
+        assert same(list(module.parameters()), list(other.parameters()))
+    assert same(steps(loaded.cpu(), prompt(10)), steps(model, prompt(10)))
+    assert engine.bank.reads > 0
 
 
 @pytest.mark.parametrize(
