@@ -15,6 +15,26 @@ constexpr int dim_of(Kind kind) { return kind == VQ175 || kind == VQ2 ? 4 : kind
 constexpr u32 FULL = 0xffffffffu;
 
 DEVICE float from_half(u16 bits) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits)); return y; }
+DEVICE float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
+
+#ifdef MODEL_BF16  // of two neighbours in the model's dtype
+
+DEVICE float low(u32 pair) {
+#if MODEL_BF16
+    return from_bf16(pair);
+#else
+    return from_half(pair);
+#endif
+}
+DEVICE float high(u32 pair) {
+#if MODEL_BF16
+    return __uint_as_float(pair & 0xffff0000u);
+#else
+    return from_half(pair >> 16);
+#endif
+}
+
+#endif
 
 #ifdef HEAD_DIM  // of kernels over tokens of a head
 

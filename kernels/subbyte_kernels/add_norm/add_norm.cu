@@ -12,20 +12,6 @@ struct Params {
     float eps;
 };
 
-DEVICE float low(u32 pair) {
-#if MODEL_BF16
-    return __uint_as_float(pair << 16);
-#else
-    return from_half(pair);
-#endif
-}
-DEVICE float high(u32 pair) {
-#if MODEL_BF16
-    return __uint_as_float(pair & 0xffff0000u);
-#else
-    return from_half(pair >> 16);
-#endif
-}
 DEVICE u32 both(float a, float b) {
     u32 y;
 #if MODEL_BF16

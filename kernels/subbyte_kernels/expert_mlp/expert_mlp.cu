@@ -87,17 +87,6 @@ DEVICE void barrier_expect(u32 bar, u32 bytes) {
 }
 DEVICE void barrier_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(bar) : "memory"); }
 DEVICE void barrier_wait(u32 bar, u32 parity) {
-#ifdef WATCH
-    u64 begin, now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
-    for (;;) {
-        u32 done;
-        asm volatile("{\n.reg .pred done;\nmbarrier.try_wait.parity.shared.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}" : "=r"(done) : "r"(bar), "r"(parity) : "memory");
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-        if (done) return;
-        if (now - begin > 500000000ull) { printf("stuck: down %d block %d warp %d lane %d bar %x parity %d\n", DOWN, blockIdx.x, threadIdx.x / 32, threadIdx.x % 32, bar, parity); asm volatile("trap;"); }
-    }
-#endif
     asm volatile(
         "{\n.reg .pred done;\n"
         "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
@@ -117,7 +106,6 @@ DEVICE uint4 load_global(const u8* from, bool wanted) {
     if (wanted) asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
     return v;
 }
-DEVICE float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
 DEVICE float from_model(u16 bits) { return MODEL_BF16 ? from_bf16(bits) : from_half(bits); }
 DEVICE u16 to_model(float x) {
     u16 bits;
@@ -471,7 +459,7 @@ DEVICE void multiply_fixed(float (&sum)[2], const FixedColumns& x, u32 upper, u3
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const u32 pair = scale[row][group / 2];
-            const float weight = __uint_as_float(group % 2 ? pair & 0xffff0000u : pair << 16);
+            const float weight = group % 2 ? __uint_as_float(pair & 0xffff0000u) : from_bf16(pair);
             sum[row] += weight * __uint_as_float(scales[q]) * (float)(128 * made[2 * row] + made[2 * row + 1]);
         }
     }

@@ -29,7 +29,6 @@ static_assert(OWN % 16 == 0 && (!IN_LANES || BLOCK == D), "the rotation's blocks
 extern __shared__ __align__(16) u8 shared[];
 
 DEVICE u16 to_bf16(float x) { u16 y; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
-DEVICE float from_bf16(u16 bits) { return __uint_as_float((u32)bits << 16); }
 DEVICE u16 round_up_bf16(float scale) {  // the nearest bf16 that is not below
     const u16 bits = to_bf16(fminf(scale, BF16_MAX));
     return from_bf16(bits) < scale && bits < 0x7f7f ? bits + 1 : bits;

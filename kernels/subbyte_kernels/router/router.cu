@@ -41,7 +41,6 @@ constexpr int MAX_K = TOP_K > NEXT_TOP_K ? TOP_K : NEXT_TOP_K;
 #define NEVER __int_as_float(0xff800000)
 static_assert(WARPS % ROWS == 0 && EXPERTS % ROWS == 0 && HIDDEN % 8 == 0 && MAX_K <= 32 && GROUPS <= 32, "");
 
-DEVICE float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
 DEVICE float rounded(float x, int kind) {
     u16 bits;
     if (kind == 1) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); return from_half(bits); }

@@ -19,20 +19,6 @@ struct Params {
 
 extern __shared__ uint4 states[];  // [TOKENS, WIDTH / 8]
 
-DEVICE float low(u32 pair) {
-#if MODEL_BF16
-    return __uint_as_float(pair << 16);
-#else
-    return from_half(pair);
-#endif
-}
-DEVICE float high(u32 pair) {
-#if MODEL_BF16
-    return __uint_as_float(pair & 0xffff0000u);
-#else
-    return from_half(pair >> 16);
-#endif
-}
 DEVICE u16 narrow(float x) {
     u16 y;
 #if MODEL_BF16
