@@ -79,7 +79,7 @@ class Seen:
 def gate_of(model: PreTrainedModel, places: list[RouterPlace]) -> StaleGate | None:
     """The gate of a model; None where it has none that can be asked. Its states must be removed."""
     try:
-        states = States(model, places)
+        states = States(model, places, most=None)
     except ValueError:
         return None
     try:

@@ -20,7 +20,7 @@ from hf_subbyte_moe.config import OFF
 from hf_subbyte_moe.experts.counters import Counters
 from hf_subbyte_moe.experts.governor import Governor, Pace
 from hf_subbyte_moe.experts.link import CudaLink, DirectLink, Link
-from hf_subbyte_moe.experts.predictor import GATE, Predictor, StaleGate, States
+from hf_subbyte_moe.experts.predictor import FEW_TOKENS, GATE, Predictor, StaleGate, States
 from hf_subbyte_moe.experts.prefetcher import Prefetcher
 from hf_subbyte_moe.experts.residency import SlotPool
 from hf_subbyte_moe.experts.streaming import LayerStream
@@ -29,7 +29,6 @@ from hf_subbyte_moe.experts.weights import Bank
 
 SLOT_READERS: set[str] = set()  # experts functions that find weights by the numbers they are given
 _EAGER, _BATCHED = "eager", "batched_mm"
-_FEW_TOKENS = 16  # more are a prompt, which prediction does not serve
 
 
 class RunsExperts(Protocol):
@@ -246,7 +245,7 @@ class Engine:
         if index.numel() == 0:
             return torch.zeros_like(hidden)
         device = self.on(hidden.device)
-        few = hidden.shape[0] <= _FEW_TOKENS
+        few = hidden.shape[0] <= FEW_TOKENS
         predicted = self._enqueue_prediction(layer, hidden, index, device) if few else None
         try:
             chosen = device.link.read([index] if predicted is None else [index, predicted])
@@ -290,7 +289,7 @@ class Engine:
         device: Device,
     ) -> Tensor:
         name = module.config._experts_implementation
-        if name in SLOT_READERS and hidden.shape[0] <= _FEW_TOKENS:  # readers may hand more on to others
+        if name in SLOT_READERS and hidden.shape[0] <= FEW_TOKENS:  # readers may hand more on to others
             where = device.slots_of(layer, index)
             return module.own_forward(device.stand_in(layer, module), hidden, where, weights)
         if name == _BATCHED:

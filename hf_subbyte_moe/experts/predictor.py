@@ -29,6 +29,7 @@ from hf_subbyte_moe.routing.router import follows_tokens, own_class, unsteered_t
 logger = logging.getLogger(__name__)
 
 PREVIOUS, GATE, HEAD, ORACLE = "previous", "gate", "head", "oracle"
+FEW_TOKENS = 16  # more are a prompt, which prediction does not serve
 _NORMS = ("pre_mlp_layernorm", "ffn_norm", "pre_feedforward_layernorm", "post_attention_layernorm")
 
 
@@ -78,12 +79,14 @@ class States:
     Args:
         model: the model.
         places: its routers.
+        most: tokens of a call whose states are kept; those of a longer one are not. None keeps all.
 
     Raises:
         ValueError: a layer's norm was not found.
     """
 
-    def __init__(self, model: PreTrainedModel, places: list[RouterPlace]) -> None:
+    def __init__(self, model: PreTrainedModel, places: list[RouterPlace], most: int | None = FEW_TOKENS) -> None:
+        self._most = most
         self.norms = [_norm_before(model, place) for place in places]
         self.latest: list[Tensor | None] = [None] * len(places)
         self.wanted = False
@@ -98,8 +101,10 @@ class States:
 
     def _noting(self, layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def note(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if self.wanted:
-                self.latest[layer] = inputs[0]
+            if not self.wanted:
+                return
+            tokens = inputs[0].shape[:-1].numel()
+            self.latest[layer] = inputs[0] if self._most is None or tokens <= self._most else None
 
         return note
 

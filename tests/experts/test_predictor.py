@@ -73,6 +73,19 @@ def test_a_gate_that_asks_something_else_is_not_used(caplog: pytest.LogCaptureFi
     assert not engine.predictors[GATE].usable  # type: ignore[attr-defined]
 
 
+def test_a_prompts_states_are_not_kept() -> None:
+    model = tiny_moe("mixtral")
+    engine = offloaded(model, 8, prefetch="gate")
+    always(engine, GATE)
+    assert engine.states is not None
+    with torch.no_grad():
+        for tokens, kept in ((16, True), (17, False), (500, False), (1, True)):
+            model(prompt(tokens))
+            for state in engine.states.latest:
+                assert (state is not None) == kept
+                assert state is None or state.shape[1] == tokens
+
+
 def test_previous_token() -> None:
     model = tiny_moe("mixtral")
     seen = watch(model, prompt(50, rows=2), None)
