@@ -61,13 +61,14 @@ class KeyBalance:
         factors = channel_factors(key)
         if bool((factors == 1).all()):
             return False
-        if self.factors is None:
-            self.factors = torch.ones(self._shape, dtype=torch.float32, device=key.device)
-        else:
-            self.factors = self.factors.clone()  # a snapshot may hold the old ones
-        self.factors[row] = factors
+        with torch.inference_mode(False):
+            old = self.factors  # a snapshot may hold them
+            new = torch.ones(self._shape, dtype=torch.float32, device=key.device) if old is None else old.clone()
+        new[row] = factors
+        self.factors = new
         return True
 
+    @torch.inference_mode(False)
     def go_back(self, factors: Tensor | None, stored: Tensor) -> Tensor:
         """Take earlier factors; what the stored keys ``[B, H, N, D]`` are by them."""
         if self.factors is factors:
@@ -106,6 +107,7 @@ class KeyBalance:
             return metric
         return metric * self.factors[row, :, :, None] * self.factors[row, :, None, :]
 
+    @torch.inference_mode(False)
     def select_rows(self, rows: Tensor) -> None:
         """Keep, reorder or repeat rows."""
         self._shape = (len(rows), *self._shape[1:])

@@ -2,10 +2,15 @@
 
 Everything here counts positions from a row's first real token; padding and columns are the layer's business. A row
 never looks at another one, so results do not depend on who shares a batch.
+
+What a layer keeps is made outside PyTorch's inference mode, whatever the caller's mode: a prompt that was read in it
+may be gone on with outside of it, and inference tensors could not be written there.
 """
 
+import copy
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -452,6 +457,7 @@ class PackedRows:
         ]
         self._set_length(row, length)
 
+    @torch.inference_mode(False)
     def snapshot(self, new_tokens: int) -> RowsSnapshot:
         """What :meth:`undo` needs after a step of ``new_tokens``."""
         buffers = (self.window.keys.clone(), self.window.values.clone()) if new_tokens > 1 else None
@@ -492,6 +498,13 @@ class PackedRows:
         self.settled = [list(self.settled[row]) for row in rows]
         self._statistics.chunks = [list(self._statistics.chunks[row]) for row in rows]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedRows":
+        """Copy as ever, but outside inference mode."""
+        made = memo[id(self)] = object.__new__(type(self))
+        with torch.inference_mode(False):
+            vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
     # ------------------------------------------------------------------ saving
 
     def state(self) -> dict[str, Tensor]:
@@ -506,6 +519,8 @@ class PackedRows:
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Inverse of :meth:`state`, into rows that hold nothing yet."""
+        with torch.inference_mode(False):
+            state = {name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in state.items()}
         self._ahead = None
         self.lengths = state["lengths"].cpu().numpy()
         self.window.keys, self.window.values = state["window.keys"], state["window.values"]

@@ -38,6 +38,7 @@ class RowCodecs:
         orders: which lanes own the codes of each side; both sides of a latent cache are parts of the key.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         tiers: Sequence[Codec],
@@ -170,6 +171,7 @@ class RowCodecs:
         """A row lost its last tile: what it packs next may fit anew."""
         self.frozen[row] = False
 
+    @torch.inference_mode(False)
     def select_rows(self, rows: Tensor) -> None:
         """Keep, reorder or repeat rows."""
         self.mean = self.mean.index_select(0, rows)

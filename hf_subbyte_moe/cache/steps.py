@@ -60,9 +60,11 @@ class CacheSteps:
         self._window, device = first.window, first.window.keys.device
         self.rows = len(first.lengths)
         slots = self._window.sinks + self._window.ring
-        self._step = torch.zeros(1, dtype=torch.int32, device=device)  # since the tables were filled
-        self._since = torch.zeros(self.rows, slots, dtype=torch.int32, device=device)  # step from which a slot is seen
-        self._slots = torch.zeros(TILE_TOKENS, self.rows, dtype=torch.int64, device=device)  # of each step's tokens
+        with torch.inference_mode(False):
+            self._step = torch.zeros(1, dtype=torch.int32, device=device)  # since the tables were filled
+            # the step from which a slot is seen, and the slots of each step's tokens
+            self._since = torch.zeros(self.rows, slots, dtype=torch.int32, device=device)
+            self._slots = torch.zeros(TILE_TOKENS, self.rows, dtype=torch.int64, device=device)
         self.epoch = self.left = 0
         self.visible = self._place = self._slots[0]
         self._places: dict[int, Tensor] = {}

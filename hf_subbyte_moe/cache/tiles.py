@@ -28,6 +28,7 @@ class TilePool:
         peak: slots that were ever in use at once.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, record_words: int, device: torch.device) -> None:
         self.records = torch.empty(0, record_words, dtype=torch.int32, device=device)
         self._free: list[int] = []  # a heap
@@ -42,6 +43,7 @@ class TilePool:
         self._hold(pool_capacity(self.peak))
         return slots
 
+    @torch.inference_mode(False)
     def _hold(self, capacity: int) -> None:
         if capacity > self.records.shape[0]:
             grown = self.records.new_empty(capacity, self.records.shape[1])

@@ -32,6 +32,7 @@ class ExactWindow:
         self.keys = self._buffer(key_states)
         self.values = self._buffer(value_states)
 
+    @torch.inference_mode(False)
     def _buffer(self, states: Tensor) -> Tensor:
         batch, heads, _, dim = states.shape
         return states.new_zeros(batch, heads, self.sinks + self.ring, dim)
@@ -97,6 +98,7 @@ class ExactWindow:
         for row, (first, key, value) in enumerate(held):
             self.write(row, first, key, value)
 
+    @torch.inference_mode(False)
     def select_rows(self, rows: Tensor) -> None:
         """Keep, reorder or repeat rows."""
         self.keys = self.keys.index_select(0, rows)

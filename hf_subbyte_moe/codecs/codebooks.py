@@ -23,6 +23,7 @@ _ONLINE_VECTORS = 1 << 16
 
 
 @lru_cache(maxsize=1)
+@torch.inference_mode(False)
 def _universal() -> dict[str, Tensor]:
     return load_file(UNIVERSAL_FILE)
 
@@ -33,6 +34,7 @@ def table_key(entries: int, vector_dim: int) -> str:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def universal_table(fmt: TileFormat, device: torch.device) -> Tensor:
     """``[1, 1, entries, vector_dim]`` fp16 on ``device``: a constant that everybody shares; never write to it."""
     return _universal()[table_key(fmt.entries, fmt.vector_dim)].to(device)[None, None]

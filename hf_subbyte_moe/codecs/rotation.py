@@ -44,6 +44,7 @@ def _sign(channel: int, block: int) -> float:
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)
 def rotation_signs(head_dim: int, device: torch.device) -> Tensor:
     """``[D]`` fp32, +1 or -1: what the rotation does before its Hadamard blocks.
 
@@ -56,6 +57,7 @@ def rotation_signs(head_dim: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)
 def rotation_matrix(head_dim: int, device: torch.device) -> Tensor:
     """``[D, D]`` fp32 orthonormal; ``rotated = states @ matrix.T``. The same on every machine and version.
 
