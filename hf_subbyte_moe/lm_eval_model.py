@@ -29,6 +29,7 @@ from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.explain import cache_size
 from hf_subbyte_moe.patching import use_packed_attention
 from hf_subbyte_moe.registration import make_cache
+from hf_subbyte_moe.results import document_length
 from hf_subbyte_moe.scoring import (
     BLOCK,
     CHUNK,
@@ -354,7 +355,7 @@ class SubByteLM(HFLM):  # type: ignore[misc]
         """
         groups: dict[tuple[str, str], list[int]] = {}
         for number, request in enumerate(requests):
-            groups.setdefault((str(request.task_name), _length_of(request.doc)), []).append(number)
+            groups.setdefault((str(request.task_name), document_length(request.doc)), []).append(number)
         answers: list[Any] = [None] * len(requests)
         for (task, length), numbers in groups.items():
             self._usage = self._usages.setdefault(task, {}).setdefault(length, Usage())
@@ -396,9 +397,3 @@ class SubByteLM(HFLM):  # type: ignore[misc]
             f"a prompt of {tokens:,} tokens is over the limit of {limit:,} (the model's, or max_length, less the "
             "tokens to generate): it would lose its beginning, unasked; give shorter ones or raise max_length"
         )
-
-
-def _length_of(doc: Any) -> str:
-    """The length that a task's document goes by; empty where it names none."""
-    known = [doc.get(key) for key in ("max_length", "length")] if isinstance(doc, Mapping) else []
-    return next((str(length) for length in known if isinstance(length, int)), "")

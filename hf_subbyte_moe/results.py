@@ -29,6 +29,15 @@ def cache_label(cache: str, cache_config: Mapping[str, Any]) -> str:
     return " ".join([cache, *(f"{key}={value}" for key, value in cache_config.items())])
 
 
+def document_length(doc: Any) -> str:
+    """The tokens that a task was asked to make a document of, by the key ``max_length``; empty where it made none.
+
+    RULER's tasks and ours have that key. ``length`` is what data sets call anything: words, "short", a document's own.
+    """
+    length = doc.get("max_length") if isinstance(doc, Mapping) else None
+    return str(length) if isinstance(length, int) and not isinstance(length, bool) else ""
+
+
 def _mean_and_error(scores: Sequence[float]) -> tuple[float, float | None]:
     mean = sum(scores) / len(scores)
     if len(scores) < 2:
@@ -65,10 +74,7 @@ def rows_of(results: Mapping[str, Any]) -> list[Row]:
         lengths: dict[str, list[Mapping[str, Any]]] = {}
         for sample in sorted(samples, key=lambda sample: int(sample["doc_id"])):
             if sample["filter"] == first:
-                length = next(
-                    (sample["doc"].get(key) for key in ("max_length", "length") if sample["doc"].get(key)), ""
-                )
-                lengths.setdefault(str(length), []).append(sample)
+                lengths.setdefault(document_length(sample["doc"]), []).append(sample)
         for length, chosen in lengths.items():
             scored = [(sample, found) for sample in chosen if (found := _score(sample, length)) is not None]
             if not scored:

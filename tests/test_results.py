@@ -81,6 +81,14 @@ def test_rows_hold_means_errors_and_how_they_were_measured() -> None:
     )
 
 
+@pytest.mark.parametrize("own", [{"length": 1200}, {"length": "short"}, {"max_length": "8k"}, {"max_length": True}])
+def test_what_a_data_set_calls_length_is_no_length_that_was_asked_for(own: dict[str, Any]) -> None:
+    samples = [{**sample(number, 1.0), "doc": {**own, "depth": None}} for number in range(3)]
+    samples[0]["doc"] = {key: 7 if type(value) is int else value for key, value in own.items()} | {"depth": None}
+    (made,) = rows_of(results(samples))
+    assert (made["length"], made["n"]) == (None, 3)
+
+
 def test_pairs_of_log_likelihood_and_weight_become_losses() -> None:
     rolling = {**sample(0, 0), "metrics": ["bits_per_byte"], "bits_per_byte": (-10.0, 5.0)}
     (made,) = rows_of(results([rolling]))
