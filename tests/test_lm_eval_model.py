@@ -52,7 +52,8 @@ def model() -> PreTrainedModel:
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("documents") / "items.jsonl"
     texts = ["".join(map(chr, prompt(CONTEXT, seed=seed)[0].clamp(33, 126).tolist())) for seed in range(ITEMS)]
-    path.write_text("".join(json.dumps({"text": text, "answer": "ab", "max_length": CONTEXT}) + "\n" for text in texts))
+    items = [{"text": text, "answer": "ab", "max_length": CONTEXT} for text in texts]
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
     return path
 
 
