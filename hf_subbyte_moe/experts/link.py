@@ -152,7 +152,7 @@ class CudaLink:
         for part, tensor in zip(parts, tensors, strict=True):
             part.copy_(tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1), non_blocking=True)
         self._read = next(self._choices)
-        self._read.record()
+        self._read.record(torch.cuda.current_stream(self.device))
         self.stream.wait_event(self._read)
         self._read.synchronize()
         return [part.tolist() for part in parts]

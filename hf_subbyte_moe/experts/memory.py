@@ -107,5 +107,7 @@ def _register(tensor: torch.Tensor) -> bool:
 
 def _unregister(tensor: torch.Tensor) -> None:
     with contextlib.suppress(RuntimeError):  # at exit CUDA may be gone
-        torch.cuda.synchronize()
+        for device in range(torch.cuda.device_count()):
+            if torch.cuda.memory_reserved(device):  # others have copied nothing, and would be woken up
+                torch.cuda.synchronize(device)
         _cudart().cudaHostUnregister(tensor.data_ptr())

@@ -38,6 +38,43 @@ def test_exact(family: str, implementation: str) -> None:
     assert same(expected, steps(model, ids))
 
 
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+def _keep_busy(device: torch.device, cycles: int = 100_000_000) -> None:
+    with torch.cuda.device(device):
+        torch.cuda._sleep(cycles)
+
+
+@two_gpus
+def test_choices_of_a_device_that_is_not_the_current_one_are_waited_for() -> None:
+    second = torch.device("cuda", 1)
+    link, numbers = CudaLink(second), torch.zeros(4, dtype=torch.int64, device=second)
+    torch.cuda.synchronize(second)
+    assert torch.cuda.current_device() == 0
+    for number in (7, 8):
+        _keep_busy(second)
+        numbers.fill_(number)
+        assert link.read([numbers]) == [[number] * 4]
+
+
+@two_gpus
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_a_model_on_a_device_that_is_not_the_current_one(implementation: str) -> None:
+    second = torch.device("cuda", 1)
+    model = tiny_moe("mixtral", num_hidden_layers=4).to(second, torch.bfloat16)
+    model.set_experts_implementation(implementation)
+    ids = prompt(20).to(second)
+    expected = steps(model, ids)
+    engine = offloaded(model, 9, prefetch="gate")
+    always(engine, "gate")
+    for layer in model.model.layers:  # type: ignore[attr-defined]
+        layer.mlp.gate.register_forward_pre_hook(lambda *_: _keep_busy(second, 2_000_000))
+    assert torch.cuda.current_device() == 0
+    for _ in range(2):
+        assert same(expected, steps(model, ids))
+
+
 class SlowLink(CudaLink):
     """Copies and what follows a choice wait at random."""
 
