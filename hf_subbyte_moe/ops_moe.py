@@ -9,7 +9,6 @@ from subbyte_kernels.expert_mlp import (
     ExpertFormat,
     ExpertLayout,
     SharedExpert,
-    expert_obstacle,
     workspace_bytes,
 )
 from subbyte_kernels.expert_mlp import expert_mlp as selected_experts
@@ -29,7 +28,6 @@ __all__ = [
     "RouterSpec",
     "SharedExpert",
     "expert_mlp",
-    "expert_obstacle",
     "router",
     "router_reference",
     "workspace_bytes",

@@ -223,7 +223,6 @@ def test_it_compiles(name: str) -> None:
         following_top_k=6 if name == "qwen3_moe" else 0,
         states=torch.bfloat16,
         matrix=torch.float32 if spec.float_logits else torch.bfloat16,
-        index=torch.int64,
         weights=torch.float32,
     )
     assert nvrtc.compile_source(nvrtc.full_text(cuda_kernel._SOURCE, variant.defined()), "router.cu", "sm_90")

@@ -14,7 +14,7 @@ from subbyte_kernels.expert_mlp.reference import (
     SharedExpert,
     expert_mlp_reference,
 )
-from subbyte_kernels.expert_mlp.select import expert_mlp, expert_obstacle
+from subbyte_kernels.expert_mlp.select import expert_mlp
 
 
 __all__ = [
@@ -26,6 +26,5 @@ __all__ = [
     "SharedExpert",
     "expert_mlp",
     "expert_mlp_reference",
-    "expert_obstacle",
     "workspace_bytes",
 ]

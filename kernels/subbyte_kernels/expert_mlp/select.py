@@ -23,13 +23,6 @@ def _say_once(level: int, message: str) -> None:
     _log.log(level, message)
 
 
-def expert_obstacle(call: ExpertCall) -> str | None:
-    """Why no kernel can compute a call, or None."""
-    reasons = {name: obstacle(call) for name, (obstacle, _) in _KERNELS.items()}
-    found = [f"{name}: {reason}" for name, reason in reasons.items()]
-    return None if None in reasons.values() else "; ".join(found)
-
-
 def expert_mlp(
     call: ExpertCall, out: Tensor | None = None, workspace: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:

@@ -63,7 +63,6 @@ class _Variant:
     following_top_k: int
     states: torch.dtype
     matrix: torch.dtype
-    index: torch.dtype
     weights: torch.dtype
 
     @property
@@ -96,7 +95,6 @@ class _Variant:
             "LOGITS": _DTYPES[self.logits],
             "LOGITS_OUT": 0 if self.spec.return_float_logits else _DTYPES[self.logits],
             "WEIGHTS": _DTYPES[self.weights],
-            "INDEX_BYTES": self.index.itemsize,
             "SCORE": SCORES.index(spec.score),
             "GROUPS": spec.groups,
             "GROUPS_KEPT": spec.groups_kept,
@@ -131,7 +129,6 @@ def router_cuda(
     spec: RouterSpec,
     following: RouterMatrix | None = None,
     following_top_k: int = 0,
-    index_dtype: torch.dtype = torch.int64,
 ) -> Routed:
     """Logits, weights and experts; arguments and result as in :func:`router_reference`.
 
@@ -141,7 +138,6 @@ def router_cuda(
         spec: what it does.
         following: weights of the router to predict for, or None.
         following_top_k: experts of the prediction.
-        index_dtype: of experts, int64 or int32.
 
     Returns:
         Logits, weights, experts and predicted experts.
@@ -159,7 +155,6 @@ def router_cuda(
         following_top_k=0 if following is None else following_top_k,
         states=hidden.dtype,
         matrix=matrix.weight.dtype,
-        index=index_dtype,
         weights=weights_dtype,
     )
     kernel = _kernel(variant)
@@ -167,11 +162,11 @@ def router_cuda(
     sums, arrived = _room(device.index, stream, nvrtc.capture_id(stream), experts)
     logits = torch.empty(tokens, experts, dtype=logits_dtype, device=device)
     weights = torch.empty(tokens, spec.top_k, dtype=weights_dtype, device=device)
-    index = torch.empty(tokens, spec.top_k, dtype=index_dtype, device=device)
+    index = torch.empty(tokens, spec.top_k, dtype=torch.int64, device=device)
     made = _problem(matrix, sums[0], arrived[:1], logits, weights, index)
     predicted = None
     if following is not None:
-        predicted = torch.empty(tokens, following_top_k, dtype=index_dtype, device=device)
+        predicted = torch.empty(tokens, following_top_k, dtype=torch.int64, device=device)
         made += _problem(following, sums[1], arrived[1:], None, None, predicted)
     params = struct.pack("<Q", hidden.data_ptr()) + made + struct.pack("<i", tokens)
     kernel.launch((experts // variant.rows, 1 if following is None else 2, 1), params, stream)

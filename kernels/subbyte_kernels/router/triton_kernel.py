@@ -202,24 +202,23 @@ def router_triton(
     spec: RouterSpec,
     following: RouterMatrix | None = None,
     following_top_k: int = 0,
-    index_dtype: torch.dtype = torch.int64,
 ) -> Routed:
     """Logits, weights and experts; arguments and result as in :func:`router_reference`."""
     hidden = hidden.contiguous()
-    logits, weights, index = _route(hidden, matrix, spec, spec.top_k, index_dtype, True)
-    predicted = None if following is None else _route(hidden, following, spec, following_top_k, index_dtype, False)[2]
+    logits, weights, index = _route(hidden, matrix, spec, spec.top_k, True)
+    predicted = None if following is None else _route(hidden, following, spec, following_top_k, False)[2]
     return Routed(logits, weights, index, predicted)
 
 
 def _route(
-    hidden: Tensor, matrix: RouterMatrix, spec: RouterSpec, top_k: int, index_dtype: torch.dtype, weighted: bool
+    hidden: Tensor, matrix: RouterMatrix, spec: RouterSpec, top_k: int, weighted: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     (tokens, width), experts, device = hidden.shape, matrix.weight.shape[0], hidden.device
     rounded = torch.empty(tokens, experts, dtype=torch.float32 if spec.float_logits else hidden.dtype, device=device)
     returns = spec.return_float_logits and not spec.float_logits
     returned = torch.empty(tokens, experts, dtype=torch.float32, device=device) if returns else rounded
     weights = torch.empty(tokens, top_k, dtype=torch.float32 if spec.float_weights else hidden.dtype, device=device)
-    index = torch.empty(tokens, top_k, dtype=index_dtype, device=device)
+    index = torch.empty(tokens, top_k, dtype=torch.int64, device=device)
     _logits_kernel[(triton.cdiv(experts, _BLOCK_EXPERTS), tokens)](
         hidden,
         matrix.weight.contiguous(),
