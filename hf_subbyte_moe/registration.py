@@ -180,7 +180,7 @@ def _bring_sidecars(model: Any, options: SubByteConfig, hub: dict[str, Any]) -> 
     if not name or Path(name).is_dir():
         return
     if options.kv_cache is not None and options.kv_cache.sidecar is None:
-        _bring(name, SIDECAR_NAME, hub, remember_sidecar)
+        remember_sidecar(name, _fetch(name, SIDECAR_NAME, hub))
     if options.routing is not None and options.routing.sidecar is None and options.routing.needs_clusters:
         _bring(name, ROUTING_SIDECAR_NAME, hub, remember_routing_sidecar)
     if options.experts is not None and options.experts.wants_sidecar:
@@ -188,6 +188,13 @@ def _bring_sidecars(model: Any, options: SubByteConfig, hub: dict[str, Any]) -> 
 
 
 def _bring(name: str, file: str, hub: dict[str, Any], remember: Callable[[str, Path], None]) -> None:
+    path = _fetch(name, file, hub)
+    if path is not None:
+        remember(name, path)
+
+
+def _fetch(name: str, file: str, hub: dict[str, Any]) -> Path | None:
+    """A file of a repository's revision; None where it has no such file."""
     path = cached_file(
         name,
         file,
@@ -196,8 +203,7 @@ def _bring(name: str, file: str, hub: dict[str, Any], remember: Callable[[str, P
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    if path is not None:
-        remember(name, Path(path))
+    return None if path is None else Path(path)
 
 
 def _loading_of(

@@ -140,9 +140,12 @@ class CalibratedPolicy:
         return np.repeat(self.choice[None], len(chunks), axis=0)
 
 
-def remember_sidecar(name: str, path: Path) -> None:
-    """Let :func:`find_sidecar` know what came with a model from the Hub."""
-    _found[name] = path
+def remember_sidecar(name: str, path: Path | None) -> None:
+    """Let :func:`find_sidecar` know what came with a model from the Hub; None: nothing did, as in other revisions."""
+    if path is None:
+        _found.pop(name, None)
+    else:
+        _found[name] = path
 
 
 def find_sidecar(config: PreTrainedConfig) -> Path | None:

@@ -14,7 +14,7 @@ import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.codecs import get_codec
 from hf_subbyte_moe.compat import CACHE_KW, cache_of
-from hf_subbyte_moe.config import KVCacheConfig
+from hf_subbyte_moe.config import KVCacheConfig, SubByteConfig
 from hf_subbyte_moe.policy import (
     CANDIDATES,
     KEYS,
@@ -26,6 +26,7 @@ from hf_subbyte_moe.policy import (
     remember_sidecar,
 )
 from hf_subbyte_moe.policy.calibration import model_identity
+from hf_subbyte_moe.registration import _bring_sidecars
 from support.models import prompt, tiny_model
 
 
@@ -218,6 +219,21 @@ def test_a_sidecar_that_came_from_the_hub_is_found_by_the_models_name(tmp_path: 
     remember_sidecar("somebody/some-model", tmp_path / SIDECAR_NAME)
     assert EntropySubbyteCache(model.config, bits=4.0).kv_config.policy == "calibrated"
     assert EntropySubbyteCache(model.config, bits=4.0, policy="error").kv_config.policy == "error"
+
+
+def test_another_revision_without_a_sidecar_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    made_up(model).save(tmp_path / SIDECAR_NAME)
+    model.config.name_or_path = "somebody/some-model"
+
+    def cached_file(name: str, file: str, revision: str, **_: Any) -> str | None:
+        return str(tmp_path / file) if revision == "calibrated" else None
+
+    monkeypatch.setattr("hf_subbyte_moe.registration.cached_file", cached_file)
+    options = SubByteConfig(kv_cache=KVCacheConfig(bits=4.0))
+    for revision, policy in (("calibrated", "calibrated"), ("main", "error")):
+        _bring_sidecars(model, options, {"revision": revision})
+        assert EntropySubbyteCache(model.config, bits=4.0).kv_config.policy == policy
 
 
 def test_a_caller_may_name_another_policy_than_the_models_sidecar_serves(tmp_path: Path) -> None:
