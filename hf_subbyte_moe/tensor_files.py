@@ -1,11 +1,13 @@
 """Safetensors files of ours: tensors, and under a key of the header notes in JSON with a version."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 
@@ -37,3 +39,16 @@ def read_tensor_file(
     if notes["version"] > version:
         raise ValueError(f"{path} is of version {notes['version']}; this release reads up to version {version}")
     return notes, tensors
+
+
+def write_tensor_file(tensors: Mapping[str, Tensor], path: Path, header: Mapping[str, str]) -> None:
+    """Write a safetensors file, and the folders that it needs.
+
+    Raises:
+        OSError: it cannot be written; the library's own error is neither that nor a ValueError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=dict(header))
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from None

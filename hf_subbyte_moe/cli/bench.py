@@ -5,7 +5,8 @@ import typer
 from hf_subbyte_moe.cli.bench_cache import Contexts, Pairs, Prefills, Quick, bench_cache
 from hf_subbyte_moe.cli.bench_experts import bench_experts
 from hf_subbyte_moe.cli.bench_latency import bench_latency
-from hf_subbyte_moe.cli.demo import Bits, JsonFile, Model, PolicyName
+from hf_subbyte_moe.cli.demo import Bits, Model, PolicyName
+from hf_subbyte_moe.cli.outputs import JsonFile
 
 
 bench = typer.Typer(invoke_without_command=True)

@@ -19,7 +19,8 @@ from transformers.cache_utils import Cache, DynamicCache
 
 import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache
-from hf_subbyte_moe.cli.demo import Bits, JsonFile, Model, PolicyName, cache_options
+from hf_subbyte_moe.cli.demo import Bits, Model, PolicyName, cache_options
+from hf_subbyte_moe.cli.outputs import JsonFile
 from hf_subbyte_moe.cli.prompts import needle_prompt
 from hf_subbyte_moe.cli.running import layer_progress, load_model
 from hf_subbyte_moe.patching import use_packed_attention

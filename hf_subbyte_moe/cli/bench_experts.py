@@ -21,7 +21,6 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_subbyte_moe
-from hf_subbyte_moe.cli.demo import JsonFile
 from hf_subbyte_moe.cli.offload_timing import (
     ACCELERATE,
     CONTEXT,
@@ -31,6 +30,7 @@ from hf_subbyte_moe.cli.offload_timing import (
     time_cell,
     time_resident,
 )
+from hf_subbyte_moe.cli.outputs import JsonFile
 from hf_subbyte_moe.cli.shapes import SHAPES, random_model
 from hf_subbyte_moe.config import OFF
 from hf_subbyte_moe.experts import Heads, engine_of

@@ -29,7 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache
-from hf_subbyte_moe.cli.demo import JsonFile
+from hf_subbyte_moe.cli.outputs import JsonFile
 from hf_subbyte_moe.cli.shapes import SHAPES, random_model, random_packed_model
 from hf_subbyte_moe.compat import CACHE_KW, cache_of
 from hf_subbyte_moe.roofline import Shape, shape_of

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_subbyte_moe.cli.calibrate_predictor import calibrate_predictor
+from hf_subbyte_moe.cli.outputs import writable_sidecar
 from hf_subbyte_moe.cli.running import load_model
 from hf_subbyte_moe.cli.texts import DataFile, ModelName, beside_model, windows_of
 from hf_subbyte_moe.config import KVCacheConfig
@@ -25,7 +26,10 @@ def calibrate_model(
     model: ModelName = None,
     data: DataFile = None,
     out: Annotated[
-        Path | None, typer.Option(help="Sidecar to write.", show_default=f"{SIDECAR_NAME} in the model's folder")
+        Path | None,
+        typer.Option(
+            help="Sidecar to write.", show_default=f"{SIDECAR_NAME} in the model's folder", callback=writable_sidecar
+        ),
     ] = None,
     windows: Annotated[int, typer.Option(min=2, help="Texts to measure on.")] = 24,
     context: Annotated[int, typer.Option(min=300, help="Tokens of each before those that are predicted.")] = 1024,

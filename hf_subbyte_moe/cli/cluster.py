@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from hf_subbyte_moe.cli.outputs import writable_plot, writable_sidecar
 from hf_subbyte_moe.cli.running import load_model
 from hf_subbyte_moe.cli.texts import DataFile, ModelName, beside_model, windows_of
 from hf_subbyte_moe.routing import ROUTING_SIDECAR_NAME, Clusters, find_routers, release
@@ -27,7 +28,11 @@ def cluster_experts(
     data: DataFile = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Cluster file to write.", show_default=f"{ROUTING_SIDECAR_NAME} in the model's folder"),
+        typer.Option(
+            help="Cluster file to write.",
+            show_default=f"{ROUTING_SIDECAR_NAME} in the model's folder",
+            callback=writable_sidecar,
+        ),
     ] = None,
     by: Annotated[
         str, typer.Option(help=f"What belongs together: {', '.join(SIGNALS)}.", autocompletion=lambda: list(SIGNALS))
@@ -36,7 +41,9 @@ def cluster_experts(
     most_load: Annotated[float, typer.Option(min=1.0, help="What a cluster may serve, over the mean.")] = MOST_LOAD,
     windows: Annotated[int, typer.Option(min=4, help="Texts to count on; a quarter checks the result.")] = 32,
     context: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 512,
-    plot: Annotated[Path | None, typer.Option(help="Picture of the co-activation before and after.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Picture of the co-activation before and after.", callback=writable_plot)
+    ] = None,
     seed: Annotated[int, typer.Option(help="Chooses texts and starts.")] = 0,
 ) -> None:
     """Cluster a model's experts by what they serve together, for routing modes "soft" and "hard".

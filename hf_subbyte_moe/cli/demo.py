@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_subbyte_moe.cache import CACHE_NAME, EntropySubbyteCache
+from hf_subbyte_moe.cli.outputs import JsonFile, PlotFile
 from hf_subbyte_moe.cli.plot import plot_choices
 from hf_subbyte_moe.cli.prompts import needle_prompt
 from hf_subbyte_moe.cli.running import answer, load_model, tensor_bytes
@@ -34,8 +35,6 @@ PolicyName = Annotated[
         autocompletion=lambda: [AUTO, CALIBRATED, *POLICIES, *(f"{UNIFORM}{tier}" for tier in TIERS)],
     ),
 ]
-PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw entropy, error and tier by layer and head.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")]
 Haystack = Annotated[
     Path | None, typer.Option(help="Text around the needle; default: noise sentences.", exists=True, dir_okay=False)
 ]

@@ -15,6 +15,7 @@ from rich.console import Console
 
 import hf_subbyte_moe
 from hf_subbyte_moe.cache import CACHE_NAME
+from hf_subbyte_moe.cli.outputs import check_file, check_folder
 from hf_subbyte_moe.cli.running import default_model
 from hf_subbyte_moe.results import ResultFile, cache_label, markdown_table, plot_needles, result_table, rows_of
 from hf_subbyte_moe.scoring import ONE_PIECE, PROTOCOLS
@@ -264,6 +265,9 @@ def evaluate(
     Example: hf-subbyte-moe eval --tasks subbyte_needle,niah_single_1 --lengths 4096 --cache-config '{"bits": 2.5}'
     """
     _need_lm_eval()
+    check_folder(out, "--out")
+    for name in (REPORT, TABLE, HEAT_MAP):
+        check_file(out / name, "--out", makes_folders=True)
     console = Console()
     console.width = max(console.width, _TABLE_WIDTH)
     model_args: dict[str, Any] = {"pretrained": default_model() if model is None else model, "prefill": prefill}

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 
 from hf_subbyte_moe.cache import EntropySubbyteCache
-from hf_subbyte_moe.cli.demo import Bits, Context, JsonFile, Model, PlotFile, PolicyName, cache_options
+from hf_subbyte_moe.cli.demo import Bits, Context, Model, PolicyName, cache_options
+from hf_subbyte_moe.cli.outputs import JsonFile, PlotFile
 from hf_subbyte_moe.cli.plot import plot_choices
 from hf_subbyte_moe.cli.prompts import needle_prompt
 from hf_subbyte_moe.cli.roofline import explain_shape

@@ -9,6 +9,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from rich.console import Console
 
 from hf_subbyte_moe import publishing
+from hf_subbyte_moe.cli.outputs import check_folder
 from hf_subbyte_moe.results import Row, read_rows
 from hf_subbyte_moe.scoring import RunFailedError
 
@@ -52,6 +53,7 @@ def publish(
     given = _read_options(options)
     if push is not None and push.count("/") != 1:
         raise ValueError(f"--push {push!r} is not possible: OWNER/NAME")
+    check_folder(out_dir, "OUT_DIR")
     source = publishing.fetch(model, not config_only)
     if base_model is None and not Path(model).is_dir():
         base_model = model

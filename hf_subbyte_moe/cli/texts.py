@@ -10,6 +10,8 @@ import typer
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_subbyte_moe.cli.outputs import check_file
+
 
 ModelName = Annotated[
     str | None, typer.Argument(help="Hub id, folder or .gguf file.", show_default="the reference MoE")
@@ -28,11 +30,12 @@ def beside_model(model: PreTrainedModel, name: str, what: str) -> Path:
     """Where a file lies in the model's own folder.
 
     Raises:
-        ValueError: the model did not come from a folder; says so of ``what``.
+        ValueError: the model did not come from a folder, or nothing may be written there; says so of ``what``.
     """
     folder = Path(str(model.config.name_or_path))
     if not folder.is_dir():
         raise ValueError(f"{model.config.name_or_path!r} is no folder that {what} could lie in: give --out FILE")
+    check_file(folder / name, what)
     return folder / name
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+from hf_subbyte_moe.tensor_files import write_tensor_file
 
 
 ROUTING_SIDECAR_NAME = "routing.safetensors"
@@ -79,7 +80,11 @@ class Clusters:
         return int(smallest.min())
 
     def save(self, path: Path) -> None:
-        """Write the sidecar."""
+        """Write the sidecar.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         header = {
             "kind": _KIND,
             "version": _VERSION,
@@ -87,8 +92,8 @@ class Clusters:
             "source": self.source,
             "model": json.dumps(self.model),
         }
-        tensors = {"labels": self.labels.to(torch.int16).contiguous(), "replicated": self.replicated.contiguous()}
-        save_file(tensors, path, metadata=header)
+        tensors = {"labels": self.labels.to(torch.int16), "replicated": self.replicated}
+        write_tensor_file(tensors, path, header)
 
     @classmethod
     def load(cls, path: Path) -> "Clusters":
