@@ -130,7 +130,7 @@ def _make_cache(
         options.pop("bits", None)  # a budget of the model's own belongs to its own policy
     if {"policy", "codebook"} & given.keys() and "sidecar" not in given:
         _drop_unread_sidecar(options, given)
-    cache = EntropySubbyteCache(model.config.get_text_config(decoder=True), **{**options, **given})
+    cache = EntropySubbyteCache(model.config, **{**options, **given})  # all of it: a part does not know its folder
     use_packed_attention(model)
     remember_cache(model, cache)
     if getattr(generation_config, "is_assistant", False):

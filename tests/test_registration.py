@@ -3,15 +3,18 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import AttentionInterface, Gemma3Config, PreTrainedModel, T5Config, T5ForConditionalGeneration
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
 import hf_subbyte_moe
 from hf_subbyte_moe.cache import CACHE_NAME
+from hf_subbyte_moe.registration import make_cache
 from support.models import prompt, tiny_model
 
 
@@ -102,6 +105,18 @@ def test_what_cannot_work_is_refused_before_any_token(options: dict[str, object]
     model.forward = lambda *args, **kwargs: pytest.fail("a token was computed")
     with pytest.raises(ValueError, match=message):
         model.generate(prompt(8), max_new_tokens=2, cache_implementation=CACHE_NAME, **options)
+
+
+def test_a_cache_is_made_from_all_of_a_composite_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text part does not know the model's name, by which a sidecar is found."""
+    config = Gemma3Config(name_or_path="somebody/some-model")
+    seen: list[object] = []
+    monkeypatch.setattr("hf_subbyte_moe.registration.EntropySubbyteCache", lambda config, **_: seen.append(config))
+    monkeypatch.setattr("hf_subbyte_moe.registration.use_packed_attention", lambda model: None)
+    monkeypatch.setattr("hf_subbyte_moe.registration.remember_cache", lambda model, cache: None)
+    model: Any = SimpleNamespace(config=config, _supports_default_dynamic_cache=lambda: True)
+    make_cache(model)
+    assert seen == [config]
 
 
 @pytest.mark.parametrize("mask", [[[1, 1, 1, 0]], [[0, 1, 0, 1]]])
