@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_subbyte_moe.config import ExpertsConfig
 from hf_subbyte_moe.experts.memory import refuse_too_large
-from hf_subbyte_moe.experts.quantized import pack_files
-from hf_subbyte_moe.experts.weights import TensorFile
+from hf_subbyte_moe.experts.quantized import pack_files, packed_bytes
+from hf_subbyte_moe.experts.weights import TensorFile, refuse_full_disk
 from hf_subbyte_moe.routing.families import experts_of_router, find_routers
 
 
@@ -89,6 +89,7 @@ class Loading:
             return
         folder = tempfile.TemporaryDirectory(prefix="hf-subbyte-moe-")
         modules = [model.get_submodule(name) for name in self._names]
+        refuse_full_disk(Path(folder.name), packed_bytes(modules, weights), "packed experts in files")
         self.experts_files = pack_files(modules, self.experts_files, weights, through, Path(folder.name))
         if self._folder is not None:
             self._folder.cleanup()

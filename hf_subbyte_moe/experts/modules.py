@@ -5,9 +5,9 @@ Parameters stay where a state dict finds them, as views of the bank in host memo
 Gives up: gradients, copies of the model, and a change of dtype while experts are away.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -117,10 +117,12 @@ class Guard:
 _SUBCLASSES: dict[type, type] = {}
 
 
+def _is_trained(experts: nn.Module, name: str) -> bool:
+    return experts._parameters[name].requires_grad  # type: ignore[union-attr]
+
+
 class Swap:
     """Makes experts modules placed ones and back."""
-
-    subclasses: ClassVar[dict[type, type]] = _SUBCLASSES
 
     @staticmethod
     def put(experts: nn.Module, engine: Engine, layer: int) -> None:
@@ -128,20 +130,33 @@ class Swap:
         own = type(experts)
         if own not in _SUBCLASSES:
             _SUBCLASSES[own] = type(f"Placed{own.__name__}", (PlacedExperts, own), {"__module__": __name__})
-        for name, weight in engine.bank.weights(layer).items():
-            trained = experts._parameters[name].requires_grad  # type: ignore[union-attr]
-            experts._parameters[name] = nn.Parameter(weight, requires_grad=trained)
+        Swap.point(experts, engine, layer)
         experts.__class__ = _SUBCLASSES[own]
+
+    @staticmethod
+    def point(experts: nn.Module, engine: Engine, layer: int) -> None:
+        """Let a module's parameters be views of an engine's bank, and that engine run it."""
+        for name, weight in engine.bank.weights(layer).items():
+            experts._parameters[name] = nn.Parameter(weight, requires_grad=_is_trained(experts, name))
         object.__setattr__(experts, STATE, (engine, layer))
+
+    @staticmethod
+    def own(experts: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> None:
+        """Give a module weights of its own on a device, copies of these."""
+        for name, weight in weights.items():
+            own = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+            experts._parameters[name] = nn.Parameter(own.copy_(weight), requires_grad=_is_trained(experts, name))
 
     @staticmethod
     def take_back(experts: nn.Module, device: torch.device) -> None:
         """Give a module its class, and weights of its own on a device."""
         engine, layer = getattr(experts, STATE)
-        for name, weight in engine.bank.weights(layer).items():
-            own = torch.empty(weight.shape, dtype=weight.dtype, device=device)
-            trained = experts._parameters[name].requires_grad  # type: ignore[union-attr]
-            experts._parameters[name] = nn.Parameter(own.copy_(weight), requires_grad=trained)
+        Swap.own(experts, engine.bank.weights(layer), device)
+        Swap.leave(experts)
+
+    @staticmethod
+    def leave(experts: nn.Module) -> None:
+        """Give a module its class; its parameters stay what they are."""
         delattr(experts, STATE)
         experts.__class__ = type(experts).__mro__[2]
         for name in ("forward", "_old_forward"):  # accelerate's hooks, set after us, remember or leave ours behind

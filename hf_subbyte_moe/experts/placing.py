@@ -5,7 +5,7 @@ does not run.
 """
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,15 @@ from hf_subbyte_moe.experts.predictor import (
     States,
     TrainedHead,
 )
-from hf_subbyte_moe.experts.weights import Bank, DiskBank, HostBank, SlabLayout, TensorFile, write_files
+from hf_subbyte_moe.experts.weights import (
+    Bank,
+    DiskBank,
+    HostBank,
+    SlabLayout,
+    TensorFile,
+    refuse_full_disk,
+    write_files,
+)
 from hf_subbyte_moe.routing.families import RouterPlace, experts_of_router, find_routers
 
 
@@ -129,6 +137,8 @@ def count_slots(config: ExpertsConfig, layers: int, experts: int, top_k: int) ->
 def place(model: PreTrainedModel, planned: Plan, loading: Loading | None = None) -> None:
     """Put experts where the plan says, and everything else on the GPU if there is one.
 
+    An exception leaves the model as it was.
+
     Args:
         model: the model that was planned for.
         planned: the plan.
@@ -136,22 +146,14 @@ def place(model: PreTrainedModel, planned: Plan, loading: Loading | None = None)
     """
     target = target_of(model) if loading is None or loading.device is None else loading.device
     before = engine_of(model)
-    if before is not None and not _same_bank(before.bank, planned.config):
-        bring_back(model, torch.device("cpu"))
-        before = None
     if before is None:
-        bank = _bank(planned, loading, target.type == "cuda")
-        engine = Engine(bank, planned.slots, planned.places[0].experts, planned.places[0].top_k, len(planned.places))
-        for layer, module in enumerate(planned.modules):
-            Swap.put(module, engine, layer)
-        object.__setattr__(model, "_apply", Guard(model, planned.layout))
-        model.to(target)  # type: ignore[arg-type]
+        engine = _move(model, planned, loading, target)
     else:
-        engine = before
-        engine.forget()
+        engine = before if _same_bank(before.bank, planned.config) else _move_on(planned, before, target)
+        before.forget()
         engine.slots = planned.slots
-        if engine.states is not None:
-            engine.states.remove()
+        if before.states is not None:
+            before.states.remove()
     engine.states = None
     predictors, engine.states = _predictors(model, planned)
     engine.use_predictors(predictors)
@@ -223,35 +225,108 @@ def _refuse_experts(place: RouterPlace, module: nn.Module, loaded_later: bool) -
         raise ValueError(f"experts: the weights of {kind} beside {place.name} are not loaded")
 
 
-def _bank(planned: Plan, loading: Loading | None, pin: bool) -> Bank:
-    experts, layout, modules = planned.places[0].experts, planned.layout, planned.modules
-    names = [part.name for part in layout.parts]
+def _move(model: PreTrainedModel, planned: Plan, loading: Loading | None, target: torch.device) -> Engine:
+    """Experts leave a model for a bank, layer by layer, and everything else goes to a device."""
+    leaving = _Leaving(planned)
+    home = device_of(model)
+    try:
+        bank = _bank(planned, loading, target.type == "cuda", leaving)
+        engine = _engine(planned, bank)
+        for layer, module in enumerate(planned.modules):
+            Swap.put(module, engine, layer)
+        object.__setattr__(model, "_apply", Guard(model, planned.layout))
+        model.to(target)  # type: ignore[arg-type]
+    except BaseException:
+        vars(model).pop("_apply", None)
+        leaving.undo()
+        if home != target:
+            model.to(home)  # type: ignore[arg-type]
+        raise
+    return engine
 
-    def taken(module: nn.Module) -> Mapping[str, torch.Tensor]:
-        """A module's weights; what it keeps are placeholders, so that its memory is free when they are read."""
-        weights = {name: module._parameters[name] for name in names}
-        for name, weight in weights.items():
-            assert weight is not None
-            kept = nn.Parameter(weight.detach()[:0].clone(), requires_grad=weight.requires_grad)
-            module._parameters[name] = kept
-        return {name: weight.detach() for name, weight in weights.items() if weight is not None}
 
+def _move_on(planned: Plan, before: Engine, target: torch.device) -> Engine:
+    """Experts go from one bank to another; the modules turn to it when it is whole."""
+    engine = _engine(planned, _bank(planned, None, target.type == "cuda", before.bank))
+    for layer, module in enumerate(planned.modules):
+        Swap.point(module, engine, layer)
+    return engine
+
+
+def _engine(planned: Plan, bank: Bank) -> Engine:
+    return Engine(bank, planned.slots, planned.places[0].experts, planned.places[0].top_k, len(planned.places))
+
+
+class _Leaving:
+    """Modules whose weights go one after the other, never held twice, and come back after an error."""
+
+    def __init__(self, planned: Plan) -> None:
+        self._modules = planned.modules
+        self._names = [part.name for part in planned.layout.parts]
+        self._devices = [module.get_parameter("down_proj").device for module in planned.modules]
+        self._gone: list[Callable[[], Mapping[str, torch.Tensor]]] = []
+
+    def weights(self, layer: int) -> dict[str, torch.Tensor]:
+        """``[E, *shape]`` of every weight of a layer that is still there."""
+        return {name: getattr(self._modules[layer], name).detach() for name in self._names}
+
+    def left(self, back: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """The next layer's weights are somewhere else; ``back`` finds them."""
+        module = self._modules[len(self._gone)]
+        self._gone.append(back)
+        for name, weight in self.weights(len(self._gone) - 1).items():
+            trained = module._parameters[name].requires_grad  # type: ignore[union-attr]
+            module._parameters[name] = nn.Parameter(weight[:0].clone(), requires_grad=trained)
+
+    def undo(self) -> None:
+        """Every module is as before."""
+        for module in self._modules:
+            if isinstance(module, PlacedExperts):
+                Swap.leave(module)
+        while self._gone:  # the last first: a bank gives its memory up from its end
+            back = self._gone.pop()
+            Swap.own(self._modules[len(self._gone)], back(), self._devices[len(self._gone)])
+
+
+def _bank(planned: Plan, loading: Loading | None, pin: bool, source: _Leaving | Bank) -> Bank:
+    experts, layout, layers = planned.places[0].experts, planned.layout, range(len(planned.modules))
     if planned.config.placement == "offload":
-        on_cpu = all(weight.device.type == "cpu" for module in modules for weight in module.parameters())
-        refuse_too_large(planned.nbytes // len(modules) if on_cpu else planned.nbytes, "the experts in host memory")
-        return HostBank([partial(taken, module) for module in modules], layout, experts, pin)
+        weights = (weight for module in planned.modules for weight in module.parameters())
+        leaves = isinstance(source, _Leaving) and all(weight.device.type == "cpu" for weight in weights)
+        refuse_too_large(planned.nbytes // len(layers) if leaves else planned.nbytes, "the experts in host memory")
+        bank = HostBank(layout, experts, pin)
+        for layer in layers:
+            bank.add(source.weights(layer))
+            if isinstance(source, _Leaving):
+                source.left(partial(bank.give_up, layer))
+        return bank
     given = None if loading is None else loading.experts_files
     folder: Any = None if loading is None else loading.folder
     if given is None or any(file.map().dtype != layout.dtype for file in given[0].values()):
-        own = tempfile.TemporaryDirectory(prefix="hf-subbyte-moe-")
-        files: list[Mapping[str, TensorFile]] = []
-        for layer, module in enumerate(modules):  # the checkpoint's files serve as they are, but for another dtype
-            weights = taken(module) if given is None else {name: file.map() for name, file in given[layer].items()}
-            files.append(write_files(Path(own.name), layer, weights, layout.dtype))
-        given, folder = files, own
+        given, folder = _written(planned, given, source)  # a checkpoint's files serve, but for another dtype
     kept = int(_KEPT_SHARE * available_memory() / layout.nbytes)
     kept = max(_LEAST_KEPT, min(planned.slabs, kept))
     return DiskBank(given, layout, experts, kept, pin, folder)
+
+
+def _written(
+    planned: Plan, given: Sequence[Mapping[str, TensorFile]] | None, source: _Leaving | Bank
+) -> tuple[list[Mapping[str, TensorFile]], object]:
+    """Files of every layer's experts, and the folder that keeps them."""
+    folder = tempfile.TemporaryDirectory(prefix="hf-subbyte-moe-")
+    refuse_full_disk(Path(folder.name), planned.nbytes, "the experts in files")
+    files: list[Mapping[str, TensorFile]] = []
+    for layer in range(len(planned.modules)):
+        weights = source.weights(layer) if given is None else _mapped(given[layer])
+        files.append(write_files(Path(folder.name), layer, weights, planned.layout.dtype))
+        if given is None and isinstance(source, _Leaving):
+            source.left(partial(_mapped, files[layer], folder))
+    return files, folder
+
+
+def _mapped(files: Mapping[str, TensorFile], folder: object = None) -> dict[str, torch.Tensor]:
+    """The tensors of files; ``folder`` keeps these until then."""
+    return {name: file.map() for name, file in files.items()}
 
 
 def _choose_predictor(

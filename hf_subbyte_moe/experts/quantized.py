@@ -171,6 +171,12 @@ def pack_experts(
         put_packed(module, layout, *_packed_rows(plain, layout, through, to))
 
 
+def packed_bytes(modules: Sequence[nn.Module], weights: str) -> int:
+    """Bytes of modules' experts when they are packed."""
+    experts = (module.get_parameter("down_proj").shape[0] for module in modules)
+    return sum(count * layout_of(module, weights).slab_bytes for count, module in zip(experts, modules, strict=True))
+
+
 def pack_files(
     modules: Sequence[nn.Module],
     files: Sequence[Mapping[str, TensorFile]],

@@ -10,6 +10,7 @@ Gives up: experts of one layer share a dtype, and training.
 """
 
 import logging
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from hf_subbyte_moe.experts.residency import SlotPool
 
 logger = logging.getLogger(__name__)
 
+_GIB = 1 << 30
 _ALIGNMENT = 16  # bytes: what matrix products on a GPU ask of a row's start
 _FIRST = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -123,30 +125,34 @@ class HostBank:
     """All slabs in host memory.
 
     Args:
-        layers: the experts of every layer, ``[E, *shape]`` each; each is read once, when its turn comes.
-        layout: of their slabs.
+        layout: of the slabs.
         experts: of every layer.
         pin: for copies to a GPU.
     """
 
     writable = True
 
-    def __init__(
-        self, layers: Sequence[Callable[[], Mapping[str, Tensor]]], layout: SlabLayout, experts: int, pin: bool
-    ) -> None:
-        self.layout, self.drain = layout, _nothing
+    def __init__(self, layout: SlabLayout, experts: int, pin: bool) -> None:
+        self.layout, self.drain, self.pinned = layout, _nothing, pin
         self.buffers: list[HostBuffer] = []
+        self._experts = experts
         self._rows: list[tuple[Tensor, ...]] = []
-        for read in layers:
-            buffer = HostBuffer(experts * layout.nbytes, pin and (not self.buffers or self.buffers[-1].pinned))
-            slabs = buffer.tensor.view(layout.dtype).view(experts, layout.elements)
-            weights = read()
-            for name, view in layout.views(slabs).items():
-                view.copy_(weights[name])
-            del weights
-            self.buffers.append(buffer)
-            self._rows.append(slabs.unbind(0))
-        self.pinned = all(buffer.pinned for buffer in self.buffers)
+
+    def add(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy the next layer's experts, ``[E, *shape]`` each."""
+        buffer = HostBuffer(self._experts * self.layout.nbytes, self.pinned)
+        slabs = buffer.tensor.view(self.layout.dtype).view(self._experts, self.layout.elements)
+        for name, view in self.layout.views(slabs).items():
+            view.copy_(weights[name])
+        self.pinned = buffer.pinned
+        self.buffers.append(buffer)
+        self._rows.append(slabs.unbind(0))
+
+    def give_up(self, layer: int) -> dict[str, Tensor]:
+        """The weights of a layer, whose memory goes with them; it and those behind it are not in the bank any more."""
+        weights = self.weights(layer)
+        del self.buffers[layer:], self._rows[layer:]
+        return weights
 
     def slab(self, layer: int, expert: int) -> Tensor:
         """``[elements]`` of one expert."""
@@ -236,6 +242,23 @@ class DiskBank:
     def host_bytes(self) -> int:
         """Host memory that it occupies; pages of the files that the system keeps are not counted."""
         return self._buffer.nbytes
+
+
+def refuse_full_disk(folder: Path, needed: int, what: str) -> None:
+    """Refuse what a disk cannot take, before anything is written; a disk that does not say how much it can is tried.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    try:
+        disk = shutil.disk_usage(folder)
+    except OSError:
+        return
+    if disk.total > 0 and disk.free < needed:
+        raise ValueError(
+            f"the disk is too small: {what} need {needed / _GIB:.1f} GiB and {disk.free / _GIB:.1f} GiB are free in "
+            f"{folder}; the variable TMPDIR names another folder"
+        )
 
 
 def write_files(folder: Path, layer: int, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, TensorFile]:

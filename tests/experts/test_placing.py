@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import hf_subbyte_moe
 from hf_subbyte_moe.experts import PlacedExperts, engine_of, memory, placing
 from hf_subbyte_moe.experts import loading as loading_module
+from hf_subbyte_moe.experts import weights as weights_module
 from hf_subbyte_moe.experts.weights import DiskBank, HostBank
 from support.experts import LazyLink, always, offloaded, same, steps
 from support.models import prompt, tiny_model
@@ -137,6 +139,90 @@ def test_loading_gives_each_layer_up_before_the_next(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(memory.HostBuffer, "__init__", counting)
     offloaded(model, 8)
     assert held == [4, 3, 2, 1]
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    names = {name: (type(module), set(vars(module))) for name, module in model.named_modules()}
+    flags = {name: (weight.requires_grad, weight.is_contiguous()) for name, weight in model.named_parameters()}
+    return {"modules": names, "parameters": flags}
+
+
+def _fail_in_layer(layer: int, name: str, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Let a step of moving experts fail once it has come to a layer."""
+    owner: Any = {"write_files": placing, "HostBuffer": weights_module, "put": placing.Swap, "DiskBank": placing}[name]
+    real, calls = getattr(owner, name), iter(range(layer))
+
+    def failing(*given: Any) -> Any:
+        if next(calls, None) is None:
+            raise error
+        return real(*given)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize(
+    ("options", "step", "layer"),
+    [
+        (DISK, "write_files", 0),
+        (DISK, "write_files", 2),
+        (DISK, "DiskBank", 0),
+        (DISK, "put", 1),
+        (OFFLOAD, "HostBuffer", 2),
+        (OFFLOAD, "put", 0),
+        (OFFLOAD, "put", 2),
+    ],
+)
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "stop"])
+def test_an_error_while_experts_move_leaves_the_model_as_before(
+    options: dict[str, Any], step: str, layer: int, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_moe("mixtral", num_hidden_layers=3)
+    model.get_parameter("model.layers.0.mlp.experts.down_proj").requires_grad_(False)
+    expected, before = steps(model, prompt(12)), _state(model)
+    options = {"experts": {**options["experts"], "gpu_slots": 8}}
+    with monkeypatch.context() as broken:
+        _fail_in_layer(layer, step, broken, error)
+        with pytest.raises(type(error)):
+            hf_subbyte_moe.apply(model, options)
+    assert same(expected, steps(model, prompt(12)))
+    hf_subbyte_moe.restore(model)
+    assert _state(model) == before
+    assert same(expected, steps(model, prompt(12)))
+    hf_subbyte_moe.apply(model, options)
+    assert same(expected, steps(model, prompt(12)))
+
+
+@pytest.mark.parametrize(("first", "second", "step"), [(OFFLOAD, DISK, "write_files"), (DISK, OFFLOAD, "HostBuffer")])
+def test_an_error_between_two_places_leaves_experts_in_the_first(
+    first: dict[str, Any], second: dict[str, Any], step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_moe("mixtral")
+    expected = steps(model, prompt(12))
+    hf_subbyte_moe.apply(model, first)
+    engine = engine_of(model)
+    assert engine is not None
+    with monkeypatch.context() as broken:
+        _fail_in_layer(1, step, broken, OSError(28, "No space left on device"))
+        with pytest.raises(OSError, match="No space left"):
+            hf_subbyte_moe.apply(model, second)
+    assert engine_of(model) is engine
+    assert same(expected, steps(model, prompt(12)))
+    hf_subbyte_moe.apply(model, second)
+    assert engine_of(model) is not engine
+    assert same(expected, steps(model, prompt(12)))
+    hf_subbyte_moe.restore(model)
+    assert same(expected, steps(model, prompt(12)))
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_moe("mixtral")
+    expected = steps(model, prompt(12))
+    monkeypatch.setattr(weights_module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 30, 1 << 30, 9))
+    monkeypatch.setattr(placing, "write_files", None)
+    with pytest.raises(ValueError, match=r"the disk is too small: .* need 0.0 GiB and 0.0 GiB are free in .*TMPDIR"):
+        hf_subbyte_moe.apply(model, DISK)
+    assert not placed(model)
+    assert same(expected, steps(model, prompt(12)))
 
 
 def test_moving_and_converting() -> None:
