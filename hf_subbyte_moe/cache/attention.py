@@ -111,11 +111,14 @@ def attention_forward(
             exact = view.layer.rows.seen(view.layer.steps.visible)
             return _packed(module, view, query, exact, form), None
         if view.pending:
-            return _prompt(module, view, query, attention_mask, form, kwargs), None
-        return _packed(module, view, query, view.layer.rows.exact(), form), None
-    except ValueError:
+            output = _prompt(module, view, query, attention_mask, form, kwargs)
+        else:
+            output = _packed(module, view, query, view.layer.rows.exact(), form)
+    except BaseException:  # whatever it is: no layer may keep half a step
         view.layer.take_back()
         raise
+    view.layer.finish()
+    return output, None
 
 
 def _packed(

@@ -4,6 +4,7 @@ Layers of other kinds, such as sliding windows, stay as Transformers makes them.
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from hf_subbyte_moe.cache.journal import StepJournal
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer, check_widths
 from hf_subbyte_moe.cache.prompts import LayerStatistics
 from hf_subbyte_moe.cache.saving import cache_file, fill_cache, read_file, save_cache
@@ -62,8 +64,10 @@ class EntropySubbyteCache(Cache):
                 metric = None if by_calibration is None else by_calibration.metrics[index]
                 layer = previous = EntropySubbyteLayer(self.kv_config, policy, previous, latent, metric)
             layers.append(layer)
-        self._before: dict[int, Any] = {}  # the current step's layers before it
         super().__init__(layers=layers)
+        self._journal = StepJournal(self.layers)
+        for layer in self.packed_layers.values():
+            layer.journal = self._journal
 
     @property
     def packed_layers(self) -> dict[int, EntropySubbyteLayer]:
@@ -73,39 +77,68 @@ class EntropySubbyteCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """See :meth:`EntropySubbyteLayer.update`; a failure takes the step back from the layers before, too."""
+        """See :meth:`EntropySubbyteLayer.update`; a failure takes the step back from every layer.
+
+        Raises:
+            ValueError: there is no such layer, or the layer refuses the tokens.
+            RuntimeError: gradients are wanted, or a step before ended early.
+        """
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"layer {layer_idx} does not exist: this cache was made for a model of {len(self.layers)} layers"
             )
-        if layer_idx in self._before:  # a new step
-            self._before.clear()
         layer = self.layers[layer_idx]
         if isinstance(layer, EntropySubbyteLayer) and layer.steps is not None:
-            self._before.clear()  # nothing to take back: the host counts a step when all of it is done
+            self._journal.close()  # nothing to take back: the host counts a step when all of it is done
             return layer.update(key_states, value_states)
-        # layers that do not pack replace their tensors at each update, so their attributes are a snapshot
-        before: Any = None if isinstance(layer, EntropySubbyteLayer) else dict(vars(layer))
-        try:
-            made = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        except ValueError:
-            self._take_step_back()
-            raise
-        self._before[layer_idx] = layer.before if isinstance(layer, EntropySubbyteLayer) else before
-        if layer_idx == len(self.layers) - 1:
-            self._before.clear()
+        call = partial(super().update, key_states, value_states, layer_idx, *args, **kwargs)
+        made: tuple[Tensor, Tensor] = self._journal.store(layer_idx, "keys", (key_states, value_states), call)
         return made
 
-    def _take_step_back(self) -> None:
-        """The layers before the one that refused a step have stored it already."""
-        for index, before in self._before.items():
-            layer = self.layers[index]
-            if isinstance(layer, EntropySubbyteLayer):
-                layer.undo(before)
-            else:
-                vars(layer).clear()
-                vars(layer).update(before)
-        self._before.clear()
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """What a layer of linear attention convolves; see :meth:`update` for failures."""
+        call = partial(super().update_conv_state, conv_states, layer_idx, state_idx, **kwargs)
+        made: Tensor = self._journal.store(layer_idx, ("conv", state_idx), (conv_states,), call)
+        return made
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """What a layer of linear attention remembers; see :meth:`update` for failures."""
+        call = partial(super().update_recurrent_state, recurrent_states, layer_idx, state_idx, **kwargs)
+        made: Tensor = self._journal.store(layer_idx, ("recurrent", state_idx), (recurrent_states,), call)
+        return made
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """What a layer of sparse attention chooses by; see :meth:`update` for failures."""
+        call = partial(super().update_indexer, indexer_key_states, layer_idx)
+        made: Tensor = self._journal.store(layer_idx, "indexer", (indexer_key_states,), call)
+        return made
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._journal.forget()
+        super().reset()  # type: ignore[no-untyped-call]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` columns of every layer."""
+        self._journal.check()
+        super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Rows become ``beam_idx`` of the old rows."""
+        self._journal.check()
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        self._journal.check()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order."""
+        self._journal.check()
+        super().batch_select_indices(indices)
 
     @property
     def statistics(self) -> dict[int, LayerStatistics]:
@@ -117,7 +150,11 @@ class EntropySubbyteCache(Cache):
 
         Args:
             path: a file that ends in .safetensors, or a folder.
+
+        Raises:
+            RuntimeError: a step before ended early.
         """
+        self._journal.check()
         save_cache(self, self._model, cache_file(path))
 
     @classmethod

@@ -33,6 +33,7 @@ from hf_subbyte_moe.policy import KEYS, VALUES, Policy, budget_bits
 
 
 if TYPE_CHECKING:
+    from hf_subbyte_moe.cache.journal import StepJournal
     from hf_subbyte_moe.cache.steps import CacheSteps
 
 # a register of vq3o names its channel in one byte, an outlier of nuq2 its place in the tile in two
@@ -64,6 +65,7 @@ class EntropySubbyteLayer(CacheLayerMixin):
         record_past: new tokens may be taken back by :meth:`crop`; their tiles are packed only then.
         before: what the layer was before tokens whose attention call is still to come.
         steps: who takes the next token at fixed addresses, while a step lasts.
+        journal: of the cache that the layer belongs to.
     """
 
     is_sliding = False
@@ -72,6 +74,7 @@ class EntropySubbyteLayer(CacheLayerMixin):
     supports_early_init = False
     rows: PackedRows
     steps: "CacheSteps | None" = None
+    journal: "StepJournal | None" = None
 
     def __init__(
         self,
@@ -179,11 +182,10 @@ class EntropySubbyteLayer(CacheLayerMixin):
 
     def _store(self, key_states: Tensor, value_states: Tensor, layout: object) -> None:
         """Check tokens, and append one or keep more of them for their attention call."""
-        before = self._snapshot(key_states.shape[2])
+        self.before = self._snapshot(key_states.shape[2])
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._check_geometry(key_states, value_states)
-        self.before = before
         # a row without tokens may still be padding, which only the attention mask tells
         if key_states.shape[2] == 1 and self.length and self.rows.lengths.all():
             self._append(key_states, value_states, layout)
@@ -355,9 +357,15 @@ class EntropySubbyteLayer(CacheLayerMixin):
         return Snapshot(self.length, self.starts, rows)
 
     def take_back(self) -> None:
-        """The attention call of the newest tokens failed: they were never here."""
-        if self.before is not None:
+        """The attention call of the newest tokens failed: they were never here, in no layer of the cache."""
+        in_cache = self.journal is not None and self.journal.take_back()
+        if not in_cache and self.before is not None:
             self.undo(self.before)
+
+    def finish(self) -> None:
+        """The attention call of the newest tokens is over."""
+        if self.journal is not None:
+            self.journal.finish()
 
     def undo(self, before: Snapshot) -> None:
         """Go back to what the layer was before its last update."""
@@ -371,7 +379,7 @@ class EntropySubbyteLayer(CacheLayerMixin):
     def settle(self, queries: PromptQueries | None) -> None:
         """Store the pending tokens and pack what is due, measured with the queries that came with them."""
         key_states, value_states = self.pending
-        self._pending = self.before = None
+        self._pending = None
         old = self.length - key_states.shape[2]
         for row, start in enumerate(self.starts.tolist()):
             new = slice(max(0, start - old), None)  # behind the padding
@@ -383,6 +391,8 @@ class EntropySubbyteLayer(CacheLayerMixin):
                 query = queries.query[row : row + 1, :, new]
                 row_queries = replace(queries, query=query)
             self.rows.add(row, key, value, row_queries)
+        self.before = None
+        self.finish()
 
     def settle_without_statistics(self) -> None:
         """Store the pending tokens, if any, by prior knowledge alone: our attention function was not called."""

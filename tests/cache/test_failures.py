@@ -1,0 +1,172 @@
+"""A step that fails, wherever it does, was never there; or the cache says that it cannot be used."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3NextConfig
+from transformers.cache_utils import Cache, DynamicCache
+
+import hf_subbyte_moe
+from hf_subbyte_moe.cache import EntropySubbyteCache, attention
+from hf_subbyte_moe.compat import CACHE_KW
+from support.models import prompt, tiny_model
+
+
+EXACT: dict[str, Any] = {"policy": "uniform:exact", "window": 8, "sinks": 2}
+
+
+def with_linear_attention(*layer_types: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        vocab_size=128,
+        hidden_size=64,
+        num_hidden_layers=len(layer_types),
+        layer_types=list(layer_types),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=96,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return hf_subbyte_moe.apply(model)
+
+
+def run(model: PreTrainedModel, cache: Cache, ids: Tensor, **options: Any) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(ids, **{CACHE_KW: cache}, **options).logits
+    return logits
+
+
+def make(family: str) -> PreTrainedModel:
+    if family == "qwen3_next":
+        return with_linear_attention("linear_attention", "full_attention", "linear_attention")
+    return hf_subbyte_moe.apply(tiny_model(family))
+
+
+def lengths(cache: EntropySubbyteCache) -> list[int]:
+    return [layer.length for layer in cache.packed_layers.values()]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("wrong", ["gradients", "right padding", "attention weights"])
+def test_a_first_prompt_that_is_refused_leaves_an_empty_cache(family: str, wrong: str) -> None:
+    model, ids = make(family), prompt(30)
+    cache = EntropySubbyteCache(model.config, **EXACT)
+    options: dict[str, Any] = {}
+    if wrong == "right padding":
+        options["attention_mask"] = torch.tensor([[1] * 25 + [0] * 5])
+    if wrong == "attention weights":
+        options["output_attentions"] = True
+    with torch.set_grad_enabled(wrong == "gradients"), pytest.raises((RuntimeError, ValueError)):
+        model(ids, **{CACHE_KW: cache}, **options)
+    assert cache.get_seq_length() == 0
+    torch.testing.assert_close(run(model, cache, ids), run(model, DynamicCache(config=model.config), ids))
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 200])
+@pytest.mark.parametrize("problem", [ValueError("x"), RuntimeError("CUDA out of memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize(("family", "failing"), [("llama", 1), ("llama", 2), ("gemma3", 1)])
+def test_a_failing_attention_call_takes_the_step_back(
+    family: str, failing: int, problem: BaseException, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = hf_subbyte_moe.apply(tiny_model(family))
+    cache = EntropySubbyteCache(model.config, policy="uniform:vq2", window=8)
+    run(model, cache, prompt(267))  # one token more packs a tile
+    twin, real, calls = copy.deepcopy(cache), attention.decode_attention, []
+
+    def attend(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == failing:
+            raise problem
+        return real(*args)
+
+    monkeypatch.setattr(attention, "decode_attention", attend)
+    with pytest.raises(type(problem)):
+        run(model, cache, prompt(tokens, seed=4))
+    monkeypatch.undo()
+    assert [layer.get_seq_length() for layer in cache.layers] == [267] * 2
+    for ids in (prompt(tokens, seed=4), prompt(1), prompt(150, seed=2)):
+        torch.testing.assert_close(run(model, cache, ids), run(model, twin, ids), rtol=0, atol=0)
+
+
+def test_a_failing_measurement_takes_the_step_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hf_subbyte_moe.apply(tiny_model("llama"))
+    cache = EntropySubbyteCache(model.config, bits=4.5, window=8)
+    run(model, cache, prompt(300))
+    twin = copy.deepcopy(cache)
+
+    def add(*args: Any) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(cache.layers[1].rows, "add", add)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(model, cache, prompt(200, seed=4))
+    monkeypatch.undo()
+    assert lengths(cache) == [300, 300]
+    ids = prompt(200, seed=4)
+    torch.testing.assert_close(run(model, cache, ids), run(model, twin, ids), rtol=0, atol=0)
+
+
+USES: dict[str, Callable[[EntropySubbyteCache], Any]] = {
+    "crop": lambda cache: cache.crop(-1),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([0])),
+    "reorder": lambda cache: cache.reorder_cache(torch.LongTensor([0])),
+    "save": lambda cache: cache.save_pretrained("nowhere"),
+}
+
+
+@pytest.mark.parametrize("use", ["forward", *USES])
+@pytest.mark.parametrize("before", [0, 300])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_failure_that_the_cache_does_not_see_is_said_at_its_next_use(family: str, before: int, use: str) -> None:
+    model, ids = hf_subbyte_moe.apply(tiny_model(family)), prompt(20, seed=4)
+    cache, twin = (EntropySubbyteCache(model.config, **EXACT) for _ in range(2))
+    for held in (cache, twin):
+        if before:
+            run(model, held, prompt(before))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    hook = model.model.layers[0].mlp.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(model, cache, ids)
+    hook.remove()
+    with pytest.raises(RuntimeError, match="was taken back"):
+        USES[use](cache) if use in USES else run(model, cache, ids)
+    assert [layer.get_seq_length() for layer in cache.layers] == [before] * 2
+    torch.testing.assert_close(run(model, cache, ids), run(model, twin, ids), rtol=0, atol=0)
+
+
+def test_lost_states_of_linear_attention_make_a_cache_unusable() -> None:
+    model, ids = make("qwen3_next"), prompt(20, seed=4)
+    cache = EntropySubbyteCache(model.config, **EXACT)
+    run(model, cache, prompt(300))
+    with pytest.raises(ValueError, match="does not return attention weights"):
+        run(model, cache, ids, output_attentions=True)
+    with pytest.raises(RuntimeError, match=r"cannot be taken back; call reset\(\)"):
+        run(model, cache, ids)
+    cache.reset()
+    torch.testing.assert_close(run(model, cache, ids), run(model, DynamicCache(config=model.config), ids))
+
+
+def test_a_cache_keeps_nothing_of_a_step_that_is_over() -> None:
+    for family in ("llama", "gemma3"):
+        model = hf_subbyte_moe.apply(tiny_model(family))
+        cache = EntropySubbyteCache(model.config, **EXACT)
+        for tokens in (300, 1, 5):
+            run(model, cache, prompt(tokens))
+            assert not cache._journal._before
