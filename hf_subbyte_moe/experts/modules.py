@@ -73,13 +73,18 @@ class PlacedExperts(nn.Module):
             self._parameters.update({name: self._parameters.get(name, held[name]) for name in held})
         return self
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         engine, _ = self._hf_subbyte_moe_experts
         if any(prefix + part.name in state_dict for part in engine.bank.layout.parts):
             if not engine.bank.writable:
                 raise ValueError("experts lie in files: hf_subbyte_moe.restore(model) before weights are loaded")
+            if local_metadata.get("assign_to_params_buffers", False):
+                raise ValueError(
+                    "experts are outside the model, and weights are copied to them, not assigned: "
+                    "hf_subbyte_moe.restore(model) before load_state_dict(assign=True)"
+                )
             engine.forget()
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
 def refuse_conversion(fn: Callable[[Tensor], Tensor], layout: SlabLayout) -> None:

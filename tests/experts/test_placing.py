@@ -247,6 +247,13 @@ def test_loading_weights_empties_the_slots() -> None:
     steps(model, prompt(12))
     model.load_state_dict(other.state_dict())
     assert same(expected, steps(model, prompt(12)))
+    with pytest.raises(ValueError, match=r"copied to them, not assigned: .*restore\(model\) before load_state_dict"):
+        model.load_state_dict(tiny_moe("mixtral").state_dict(), assign=True)
+    experts = {name: value for name, value in other.state_dict().items() if ".experts." in name}
+    others = {name: value for name, value in other.state_dict().items() if ".experts." not in name}
+    model.load_state_dict(experts, strict=False)
+    model.load_state_dict(others, strict=False, assign=True)  # experts stay what they are
+    assert same(expected, steps(model, prompt(12)))
     hf_subbyte_moe.apply(model, DISK)
     with pytest.raises(ValueError, match=r"experts lie in files: .*restore\(model\) before weights are loaded"):
         model.load_state_dict(other.state_dict())
