@@ -10,16 +10,22 @@ A config-only repository has no weights: it goes with those of its base model.
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, snapshot_download
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_subbyte_moe.cache import ATTENTION_NAME, CACHE_NAME, refuse_unsupported
-from hf_subbyte_moe.config import SubByteConfig
+from hf_subbyte_moe.config import ExpertsConfig, RoutingConfig, SubByteConfig
+from hf_subbyte_moe.experts import check_form
+from hf_subbyte_moe.experts.placing import count_slots
 from hf_subbyte_moe.patching import CONFIG_KEY
 from hf_subbyte_moe.results import Row, markdown_table
+from hf_subbyte_moe.routing import ROUTING_SIDECAR_NAME, choose_clusters, find_routers
+from hf_subbyte_moe.routing.families import experts_of_router
 
 
 TAGS = ("hf-subbyte-moe", "kv-cache", "long-context")
@@ -78,20 +84,57 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def write_config(source: Path, out: Path, options: Mapping[str, Any] | None) -> SubByteConfig:
+def read_options(source: Path, options: Mapping[str, Any] | None) -> SubByteConfig:
+    """The options that a repository is to carry, once it is clear that its model loads with them.
+
+    Args:
+        source: the model's folder.
+        options: None keeps what the model's config says, or means the default cache.
+
+    Raises:
+        ValueError: wrong options, or a model that a part of them does not support.
+    """
+    checked = SubByteConfig.from_dict(options or _read(source / _CONFIG).get(CONFIG_KEY) or {"kv_cache": {}})
+    config = AutoConfig.from_pretrained(source)
+    if checked.kv_cache is not None:
+        refuse_unsupported(config.get_text_config(decoder=True))
+    if checked.routing is not None or checked.experts is not None:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        if checked.routing is not None:
+            _check_routing(model, checked.routing, source)
+        if checked.experts is not None:
+            _check_experts(model, checked.experts)
+    return checked
+
+
+def _check_routing(model: PreTrainedModel, routing: RoutingConfig, source: Path) -> None:
+    """Routers and clusters; without a sidecar clusters come from weights, which are not here."""
+    if routing.sidecar is None and not (source / ROUTING_SIDECAR_NAME).is_file():
+        routing = replace(routing, mode="native")
+    choose_clusters(model, routing)
+
+
+def _check_experts(model: PreTrainedModel, experts: ExpertsConfig) -> None:
+    """What can be told without weights: packed or moved experts need a model that has them in a known form."""
+    check_form(model, experts)
+    if experts.moves:
+        places = find_routers(model)
+        for place in places:
+            experts_of_router(model, place)
+        count_slots(experts, len(places), places[0].experts, places[0].top_k)
+
+
+def write_config(source: Path, out: Path, options: SubByteConfig) -> None:
     """config.json with our key, and no registered name of ours anywhere.
 
     Args:
         source: the model's folder.
         out: the repository.
-        options: what the key says; None keeps what the model's config says, or means the default cache.
-
-    Raises:
-        ValueError: wrong options, or a model that the cache does not support.
+        options: what the key says.
     """
     content = _read(source / _CONFIG)
-    checked = SubByteConfig.from_dict(options or content.get(CONFIG_KEY) or {"kv_cache": {}})
-    content[CONFIG_KEY] = checked.to_dict()
+    content[CONFIG_KEY] = options.to_dict()
     for key in _ATTENTION_KEYS:
         if content.get(key) == ATTENTION_NAME:
             del content[key]
@@ -102,9 +145,6 @@ def write_config(source: Path, out: Path, options: Mapping[str, Any] | None) -> 
             for key in ("cache_implementation", "cache_config"):
                 generation.pop(key, None)
         _write(out / _GENERATION, generation)
-    if checked.kv_cache is not None:
-        refuse_unsupported(AutoConfig.from_pretrained(out).get_text_config(decoder=True))
-    return checked
 
 
 def model_index(rows: Sequence[Row]) -> list[EvalResult]:

@@ -60,8 +60,9 @@ def publish(
     if config_only and base_model is None:
         raise ValueError("--config-only needs --base-model: the weights that the configuration is for")
     rows: list[Row] = [row for path in results or [] for row in read_rows(path)]
+    checked = publishing.read_options(source, given)
     sidecars = publishing.copy_files(source, out_dir, not config_only)
-    checked = publishing.write_config(source, out_dir, given)
+    publishing.write_config(source, out_dir, checked)
     title = name or (push.split("/")[-1] if push else out_dir.name)
     data = publishing.front_matter(source, title, base_model, rows)
     page = publishing.card(data, push or str(out_dir), base_model, checked, sidecars, rows, not config_only)

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from hf_subbyte_moe import cli
 from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.compat import cache_of
+from hf_subbyte_moe.experts import engine_of
 from hf_subbyte_moe.results import ResultFile
 from support.models import prompt, tiny_model
 from support.tokens import letter_tokenizer
@@ -163,6 +164,41 @@ def test_bad_input_is_refused(source: Path, tmp_path: Path) -> None:
         code, _, error = run(*arguments)
         assert code != 0
         assert message in str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ('{"routing": {"mode": "hard"}}', "routing does not support LlamaForCausalLM"),
+        ('{"routing": {"mode": "native"}}', "routing does not support LlamaForCausalLM"),
+        ('{"experts": {"placement": "offload"}}', "does not support LlamaForCausalLM"),
+        ('{"experts": {"weights": "int4"}}', "LlamaForCausalLM has no experts of a known form"),
+    ],
+)
+def test_options_that_a_dense_model_does_not_load_with_are_refused_and_nothing_is_written(
+    options: str, message: str, tmp_path: Path
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "dense")
+    code, _, error = run(str(tmp_path / "dense"), str(tmp_path / "out"), "--options", options)
+    assert code != 0
+    assert isinstance(error, ValueError)
+    assert message in str(error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_of_every_part_are_published_for_a_model_of_experts(tmp_path: Path) -> None:
+    options = {"routing": {"mode": "soft", "clusters": 2}, "experts": {"placement": "offload", "gpu_slots": 6}}
+    tiny_model("mixtral").save_pretrained(tmp_path / "moe")
+    code, shown, error = run(str(tmp_path / "moe"), str(tmp_path / "out"), "--options", json.dumps(options))
+    assert code == 0, (shown, error)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert engine_of(model) is not None
+    few = {"experts": {"placement": "offload", "gpu_slots": 1}}
+    code, _, error = run(str(tmp_path / "moe"), str(tmp_path / "few"), "--options", json.dumps(few))
+    assert "gpu_slots=1 is not possible" in str(error)
+    wrong = {"routing": {"mode": "soft", "keep": 9}}
+    code, _, error = run(str(tmp_path / "moe"), str(tmp_path / "wrong"), "--options", json.dumps(wrong))
+    assert "keep=9 is not possible" in str(error)
 
 
 # ------------------------------------------------------------------ a Hub of our own
