@@ -8,7 +8,7 @@ Gives up: gradients, and the exact weights: going back unpacks what was packed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,14 @@ class PackedExperts(nn.Module):
         weights = unpacked(packing.layout, self.gate_up_proj, self.down_proj, top_k_index)
         stand_in = StandIn(module, dict(zip(_NAMES, weights, strict=True)), self.num_experts)
         return packing.own_forward(stand_in, hidden_states, top_k_index.long(), top_k_weights)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Move the bytes; where the model changes its dtype, they stand for weights in the new one."""
+        packing: Packing = getattr(self, PACKED)
+        dtype = fn(torch.empty(0, dtype=packing.layout.dtype)).dtype
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        object.__setattr__(self, PACKED, replace(packing, layout=replace(packing.layout, dtype=dtype)))
+        return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         raise ValueError(

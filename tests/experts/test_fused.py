@@ -106,6 +106,25 @@ def test_going_back_says_what_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     assert torch.equal(logits(model), packed)
 
 
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("placement", ["gpu", "offload"])
+def test_packed_experts_follow_the_models_dtype(placement: str, implementation: str) -> None:
+    model = tiny_moe("mixtral")
+    model.set_experts_implementation(implementation)
+    options = {"experts": {"weights": "int4", "placement": placement, "gpu_slots": 5}}
+    hf_subbyte_moe.apply(model, options)
+    expected = logits(model)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        model.to(dtype)
+        assert logits(model).dtype == dtype
+        for module in experts_modules(model):
+            assert {weight.dtype for weight in module.parameters()} == {torch.uint8}
+    assert float((logits(model) - expected).norm() / expected.norm()) < 0.03  # the rest was rounded to bf16
+    hf_subbyte_moe.restore(model.bfloat16())
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    assert logits(model).dtype == torch.bfloat16
+
+
 def test_they_are_packed_when_a_model_is_loaded(tmp_path: Path) -> None:
     model = tiny_moe("qwen3_moe")
     model.save_pretrained(tmp_path)
