@@ -35,11 +35,13 @@ class Packing:
         layout: of an expert.
         activation: of its hidden units.
         own_forward: what the module's class computes, given plain weights.
+        trained: names of weights that asked for gradients.
     """
 
     layout: ExpertLayout
     activation: str
     own_forward: Callable[..., Tensor]
+    trained: frozenset[str]
 
 
 class PackedExperts(nn.Module):
@@ -246,10 +248,11 @@ def put_packed(module: nn.Module, layout: ExpertLayout, gate_up: Tensor, down: T
     own: Any = type(module)
     if own not in _SUBCLASSES:
         _SUBCLASSES[own] = type(f"Packed{own.__name__}", (PackedExperts, own), {"__module__": __name__})
+    trained = frozenset(name for name in _NAMES if module.get_parameter(name).requires_grad)
     for name, rows in zip(_NAMES, (gate_up, down), strict=True):
         module._parameters[name] = nn.Parameter(rows, requires_grad=False)
     module.__class__ = _SUBCLASSES[own]
-    object.__setattr__(module, PACKED, Packing(layout, activation, own.forward))
+    object.__setattr__(module, PACKED, Packing(layout, activation, own.forward, trained))
 
 
 def unpack_experts(model: nn.Module) -> bool:
@@ -264,5 +267,5 @@ def unpack_experts(model: nn.Module) -> bool:
         delattr(module, PACKED)
         module.__class__ = type(module).__mro__[2]
         for name, weight in zip(_NAMES, weights, strict=True):
-            module._parameters[name] = nn.Parameter(weight, requires_grad=False)
+            module._parameters[name] = nn.Parameter(weight, requires_grad=name in packing.trained)
     return found

@@ -98,9 +98,13 @@ def test_packed_experts_resident_and_in_slots(family: str, weights: str) -> None
 
 def test_going_back_says_what_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_moe("mixtral")
+    model.get_parameter("model.layers.1.mlp.experts.down_proj").requires_grad_(False)
+    trained = [weight.requires_grad for weight in model.parameters()]
     hf_subbyte_moe.apply(model, {"experts": {"weights": "int4"}})
     packed = logits(model)
+    hf_subbyte_moe.apply(model, {"experts": {"weights": "int4", "placement": "offload", "gpu_slots": 5}})
     hf_subbyte_moe.restore(model)
+    assert [weight.requires_grad for weight in model.parameters()] == trained
     assert "experts were packed: their weights are now those that the bytes stand for" in caplog.text
     assert not any(isinstance(module, PackedExperts) for module in model.modules())
     assert torch.equal(logits(model), packed)
