@@ -1,12 +1,14 @@
 """Make the result files of this project again, one after the other: ``python eval/reproduce.py``.
 
 ``eval/configs/reproduce.json`` says which commands make which file, on what, and about how long that takes. Commands
-that measure many rows keep what they have when they are cut off. The pages are rendered at the end.
+that measure many rows keep what they have when they are cut off. They say what they measured by ``BENCH_COMMIT``, or
+by what git says if that is not set. The pages are rendered at the end.
 
 Example: python eval/reproduce.py --texts heldout.jsonl --on gpu --minutes 30
 """
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -20,6 +22,11 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the module beside this file, wherever we are run
+
+from commits import commit_of
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,10 +101,16 @@ def reason_to_skip(step: Step, given: dict[str, Path | None], gpus: int, left: f
     return "no time left" if left is not None and step.minutes > left else None
 
 
-def run(step: Step, given: dict[str, Path | None], console: Console) -> str | None:
+def environment() -> dict[str, str]:
+    """Ours, with a name for what is measured: asked once, because every step changes files."""
+    commit = os.environ.get("BENCH_COMMIT") or commit_of(ROOT)
+    return {**os.environ, **({"BENCH_COMMIT": commit} if commit else {})}
+
+
+def run(step: Step, given: dict[str, Path | None], variables: dict[str, str], console: Console) -> str | None:
     """Run a step; None, or how it failed."""
     console.print(f"[bold]{step.name}[/bold]: {step.shown()}", soft_wrap=True)
-    code = subprocess.run(step.words(given), cwd=ROOT, check=False).returncode
+    code = subprocess.run(step.words(given), cwd=ROOT, env=variables, check=False).returncode
     if code:
         return f"exit code {code}"
     if step.keep is not None:
@@ -132,13 +145,14 @@ def main(
             console.print(f"[bold]{step.name}[/bold] on {step.on}, {step.minutes:g} minutes", soft_wrap=True)
             console.print(f"  {step.shown()}", soft_wrap=True, markup=False)
         return
+    variables = environment()
     table = Table("file", "on", "minutes", "how it went")
     for step in chosen:
         begun = time.monotonic()
         left = None if minutes is None else minutes - (begun - start) / 60
         said = reason_to_skip(step, given, torch.cuda.device_count(), left)
         if said is None:
-            problem = run(step, given, console)
+            problem = run(step, given, variables, console)
             failed |= problem is not None
             said = problem or "done"
         table.add_row(step.name, step.on, f"{(time.monotonic() - begun) / 60:.1f}", said)

@@ -3,6 +3,7 @@
 import importlib
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +96,51 @@ def test_a_step_that_fails_is_named_and_the_others_run(reproduce: Any, project: 
     assert code == 1
     assert "exit code 1" in said
     assert (project / "results" / "b.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "named"), [(None, "abc+"), ("", "abc+"), ("of the caller", "of the caller"), (None, None)]
+)
+def test_steps_know_the_commit_that_they_measure(
+    given: str | None, named: str | None, reproduce: Any, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(reproduce, "commit_of", lambda root: asked.append(root) or named or "")
+    monkeypatch.delenv("BENCH_COMMIT", raising=False)
+    if given is not None:
+        monkeypatch.setenv("BENCH_COMMIT", given)
+    (project / "write.py").write_text("import os\nprint(os.environ.get('BENCH_COMMIT'), file=open('said', 'a'))\n")
+    (project / "made.json").touch()
+    (project / "texts.jsonl").touch()
+    assert run(reproduce, "--texts", str(project / "texts.jsonl"))[0] == 0
+    assert (project / "said").read_text() == f"{named}\n" * 2
+    assert asked == ([] if given else [project])  # once: the first step changes files
+
+
+def test_a_commit_has_a_mark_where_files_differ(reproduce: Any, tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        own = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        return subprocess.run(["git", *own, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    assert reproduce.commit_of(tmp_path) == ""
+    git("init")
+    (tmp_path / "file").write_text("a")
+    git("add", "file")
+    git("commit", "-m", "a")
+    commit = git("rev-parse", "--short=10", "HEAD").strip()
+    assert reproduce.commit_of(tmp_path) == commit
+    (tmp_path / "other").write_text("nobody's")
+    assert reproduce.commit_of(tmp_path) == commit
+    (tmp_path / "file").write_text("b")
+    assert reproduce.commit_of(tmp_path) == commit + "+"
+
+
+def test_latencies_are_measured_with_the_policy_of_their_rows(reproduce: Any) -> None:
+    rows = json.loads((ROOT / "eval/results/latency.json").read_text())["rows"]
+    (policy,) = {row["policy"] for row in rows}
+    steps = [step.command for step in reproduce.read_steps() if step.files == ("eval/results/latency.json",)]
+    assert steps
+    assert all(words[words.index("--policy") + 1] == policy for words in steps)
 
 
 def test_listing_runs_nothing(reproduce: Any, project: Path) -> None:

@@ -220,14 +220,14 @@ def _run(
 class _Rows:
     """Rows in a file that is written after each of them."""
 
-    _CELL = ("model", "weights", "context", "batch", "system")
+    _CELL = ("model", "weights", "context", "batch", "system", "policy")
+    _FIRST = "uniform:vq2"  # the policy of rows from before they said so
 
     def __init__(self, path: Path | None, conditions: dict[str, Any]) -> None:
         self.path, self.conditions = path, conditions
         known = path is not None and path.is_file()
-        self.rows: list[dict[str, Any]] = (
-            json.loads(path.read_text(encoding="utf-8"))["rows"] if path and known else []
-        )
+        held = json.loads(path.read_text(encoding="utf-8"))["rows"] if path and known else []
+        self.rows: list[dict[str, Any]] = [{"policy": self._FIRST, **row} for row in held]
 
     def add(self, row: dict[str, Any]) -> None:
         """Put a row in the place of an older one."""
@@ -269,7 +269,10 @@ def bench_latency(
     commit: Annotated[str, typer.Option(envvar="BENCH_COMMIT", help="What was measured.")] = "",
     json_file: JsonFile = None,
 ) -> None:
-    """Time generate(): stock, and with each of our parts added (needs a CUDA device)."""
+    """Time generate(): stock, and with each of our parts added (needs a CUDA device).
+
+    Example: hf-subbyte-moe bench latency --model Qwen3-30B-A3B --context 65536 --fill --json latency.json
+    """
     if not torch.cuda.is_available():
         raise typer.BadParameter("bench latency needs a CUDA device")
     ours = list(_OURS) if weights != _BF16 else list(SYSTEMS)
@@ -293,14 +296,15 @@ def bench_latency(
             generator = torch.Generator().manual_seed(length)
             ids = torch.randint(5, loaded.config.vocab_size, (size, length), generator=generator).to(device)
             for which in systems:
-                cell = {"model": name, "weights": weights, "context": length, "batch": size, "system": which}
+                where = {"model": name, "weights": weights, "context": length, "batch": size}
+                cell = {**where, "system": which, "policy": policy}
                 try:
                     measured = _run(loaded, which, ids, tokens, {"policy": policy}, weights, fill)
                 except torch.cuda.OutOfMemoryError as problem:
                     console.print(f"{cell}: {str(problem).splitlines()[0]}")
                     continue
                 limit = roofline_ms(shape, size, measured.cache_bytes, rate)
-                rows.add(_row(measured, limit, commit, **cell, layers=len(shape.layers), policy=policy))
+                rows.add(_row(measured, limit, commit, **cell, layers=len(shape.layers)))
                 console.print(f"{cell} {rows.rows[-1]['ms_generate']:.2f} ms")
         del loaded
         gc.collect()

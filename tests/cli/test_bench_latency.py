@@ -34,11 +34,23 @@ def test_a_step_reads_active_weights_and_the_cache() -> None:
 def test_a_row_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     cell: dict[str, Any] = {"model": "toy", "weights": "bf16", "context": 8, "batch": 1}
-    for system, ms in (("a", 1.0), ("b", 2.0), ("a", 3.0)):
-        _Rows(file, {"torch": "x"}).add({**cell, "system": system, "ms_generate": ms})
+    for system, policy, ms in (("a", "error", 1.0), ("b", "error", 2.0), ("a", "uniform", 4.0), ("a", "error", 3.0)):
+        _Rows(file, {"torch": "x"}).add({**cell, "system": system, "policy": policy, "ms_generate": ms})
     kept = json.loads(file.read_text())
     assert kept["conditions"] == {"torch": "x"}
-    assert [(row["system"], row["ms_generate"]) for row in kept["rows"]] == [("b", 2.0), ("a", 3.0)]
+    found = [(row["system"], row["policy"], row["ms_generate"]) for row in kept["rows"]]
+    assert found == [("b", "error", 2.0), ("a", "uniform", 4.0), ("a", "error", 3.0)]
+
+
+def test_rows_from_before_they_named_a_policy_have_the_one_that_they_were_measured_with(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    cell: dict[str, Any] = {"model": "toy", "weights": "bf16", "context": 8, "batch": 1, "system": "a"}
+    file.write_text(json.dumps({"rows": [{**cell, "ms_generate": 1.0}]}))
+    rows = _Rows(file, {})
+    rows.add({**cell, "policy": "error", "ms_generate": 2.0})
+    assert [row["policy"] for row in rows.rows] == ["uniform:vq2", "error"]
+    rows.add({**cell, "policy": "uniform:vq2", "ms_generate": 3.0})
+    assert [row["ms_generate"] for row in rows.rows] == [2.0, 3.0]
 
 
 @pytest.mark.gpu
