@@ -96,7 +96,7 @@ class PackedRows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's dtype."""
+        """The model's dtype: that of keys. Under autocast, which leaves keys in fp32, values come in another one."""
         return self.window.keys.dtype
 
     @property
@@ -341,7 +341,7 @@ class PackedRows:
         self.codecs.fit(row, key, value, freeze=True)
         self.store.extend(row, len(tiers))
         for side, states in ((KEYS, key), (VALUES, value)):
-            blocks = states.unflatten(1, (-1, TILE_TOKENS))  # [H, n, 128, D]
+            blocks = states.to(self.dtype).unflatten(1, (-1, TILE_TOKENS))  # [H, n, 128, D]
             row_codec = self.codecs.side(side, row)
             chosen = tiers[:, :, side].T  # [H, n]
             order = np.argsort(chosen, axis=None, kind="stable")
@@ -430,7 +430,7 @@ class PackedRows:
         row_codec = self.codecs.side(side, row)
         for tier_id, places, records in self.store.records(side, row, first, last):
             heads, tiles = torch.from_numpy(places).to(held.device).unbind(1)
-            out[heads, tiles - first] = row_codec.unpack(records, heads, codec_of(tier_id), self.dtype)
+            out[heads, tiles - first] = row_codec.unpack(records, heads, codec_of(tier_id), self.dtype).to(out.dtype)
         return out.flatten(1, 2)
 
     # ------------------------------------------------------------------ dropping and moving

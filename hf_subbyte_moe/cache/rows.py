@@ -154,7 +154,8 @@ class RowCodecs:
                     self._fit_centroids(side, row, codec, centred[side])
                 elif self._online:
                     unit, _ = normalize_tokens(centred[side] @ self.rotations[side].t())
-                    self._tables[side][codec.tier_id][row, 0] = fit_table(unit.flatten(0, 1), codec.format)
+                    vectors = unit.float().flatten(0, 1)  # autocast multiplies in another dtype
+                    self._tables[side][codec.tier_id][row, 0] = fit_table(vectors, codec.format)
 
     def _fit_centroids(self, side: int, row: int, codec: Codec, states: Tensor) -> None:
         heads, tokens, dim = states.shape

@@ -27,6 +27,7 @@ from hf_subbyte_moe.ops import (
     TILE_TOKENS,
     AttentionResult,
     AttentionTiles,
+    Encoding,
     ExactTokens,
     Order,
     attention_statistics,
@@ -119,6 +120,8 @@ class SideCodec:
 
     def round_trip(self, states: Tensor, codec: Codec) -> Tensor:
         """``[H, N, D]`` states (N a multiple of 128) as they come back from a tier, fp32."""
+        if codec.format.encoding is Encoding.RAW:
+            return states.float()
         heads, tokens, dim = states.shape
         head = torch.arange(heads, device=states.device).repeat_interleave(tokens // TILE_TOKENS)
         records = self.pack(states.reshape(-1, TILE_TOKENS, dim), head, codec)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache
 
 import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache
@@ -149,3 +150,35 @@ def test_a_file_that_is_read_in_inference_mode_may_be_used_outside(tmp_path: Pat
     with torch.no_grad():
         for _ in range(12):
             assert torch.equal(step(model, loaded), step(model, cache))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "uniform:exact"},
+        {"policy": "error", "bits": 6},
+        {"policy": "error", "bits": 6, "codebook": "queries"},
+        {"policy": "error", "bits": 6, "codebook": "online"},
+    ],
+)
+def test_autocast_leaves_keys_wider_than_values(options: dict[str, Any]) -> None:
+    """RoPE's cosines are fp32, and so are keys and queries behind it."""
+    model = hf_subbyte_moe.apply(tiny_model(), {"kv_cache": {}})
+    cache, plain = EntropySubbyteCache(model.config, window=8, **options), DynamicCache(config=model.config)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        for held in (cache, plain):
+            model(prompt(300), **{CACHE_KW: held})
+            logits = step(model, held)
+            held.crop(-100)  # into a tile
+            after = step(model, held, 3)
+            if held is cache:
+                found = (logits, after)
+    for layer, other in zip(cache.layers, plain.layers, strict=True):
+        key, value = layer.dequantize()
+        assert (key.dtype, value.dtype) == (other.keys.dtype, other.values.dtype) == (torch.float32, torch.bfloat16)
+    if options["policy"] == "uniform:exact":
+        first = cache.layers[0].dequantize()
+        assert torch.equal(first[0], plain.layers[0].keys)
+        assert torch.equal(first[1], plain.layers[0].values)
+    for ours, theirs in zip(found, (logits, after), strict=True):
+        assert (ours - theirs).abs().max() < 0.02 * theirs.abs().max()
