@@ -251,7 +251,8 @@ class Engine:
             chosen = device.link.read([index] if predicted is None else [index, predicted])
             now = time.perf_counter()
             needed = sorted(set(chosen[0]))
-            device.pace.chose(layer, now)
+            if few or layer:  # before a prompt somebody thought: that says nothing of the next token
+                device.pace.chose(layer, now)
             if layer == 0:
                 self._begin_step(now, hidden.shape[0] if few else 0, device)
             self._score_prediction(layer, needed if few else [])

@@ -1,9 +1,10 @@
 """Decides, from what it measures, whether to prefetch and how much.
 
-A :class:`Pace` knows how long the link lies idle between a layer's copies and the next layer's choice, so a prefetch
-gets what the link can carry in that time and no more. A :class:`Governor` tries prefetching and not prefetching on
-alternating runs of decode steps, keeps what was faster, and looks again now and then: where a prediction costs more
-than it brings, prefetch is off, and stays off but for these looks.
+A :class:`Pace` knows how long the link lies idle between a layer's copies and the next layer's choice (after the last
+layer, the first one's of the next token), so a prefetch gets what the link can carry in that time and no more. A
+:class:`Governor` tries prefetching and not prefetching on alternating runs of decode steps, keeps what was faster, and
+looks again now and then: where a prediction costs more than it brings, prefetch is off, and stays off but for these
+looks.
 
 Gives up: a few steps at the start, and 1 in 64 later, run with what turns out slower.
 """
@@ -36,12 +37,12 @@ class Pace:
         self._last: tuple[int, float, int] | None = None
 
     def chose(self, layer: int, now: float) -> None:
-        """A layer's choice is known."""
+        """A layer's choice is known; after the last layer comes the first, of the next token."""
         if self._last is None:
             return
         before, then, copied = self._last
         self._last = None
-        if before + 1 != layer:
+        if (before + 1) % len(self._idle) != layer:
             return
         idle = max(0.0, now - then - copied / self.speed)
         known = self._idle[before]

@@ -95,6 +95,19 @@ def test_previous_token() -> None:
     assert found == pytest.approx(float(again) / (100 * TOP_K), abs=0.02)  # a text's first token guesses
 
 
+def test_only_the_token_before_foretells_the_first_layer() -> None:
+    model = tiny_moe("mixtral", num_hidden_layers=4)
+    expected = steps(model, prompt(60))
+    for way in (PREVIOUS, GATE):
+        engine = offloaded(model, 12, prefetch=way)
+        always(engine, way)
+        assert same(expected, steps(model, prompt(60)))
+        for name in ("foretold", "ahead_bytes"):
+            counts = engine.counters.counts[name].tolist()
+            assert (counts[0] > 0) == (way == PREVIOUS)
+            assert all(count > 0 for count in counts[1:])
+
+
 def test_heads_learn_and_are_kept(tmp_path: Path) -> None:
     model = tiny_moe("mixtral", num_hidden_layers=3)
     gate = gate_of(model, find_routers(model))

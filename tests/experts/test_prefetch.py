@@ -237,4 +237,10 @@ def test_pace_knows_what_the_link_can_carry() -> None:
     pace.asked(1, 2.0, 400)  # longer than the layer
     pace.chose(2, 3.0)
     assert pace.budget(1) == 0
+    pace.asked(2, 3.0, 100)
+    pace.chose(0, 6.0)  # the next token
+    assert pace.budget(2) == pytest.approx(200)
+    pace.asked(0, 6.0, 0)
+    pace.chose(2, 9.0)  # not the next layer
+    assert pace.budget(0) == pytest.approx(150)
     assert DirectLink().speed == float("inf")
