@@ -225,10 +225,15 @@ class DiskBank:
         slot = self._pool.slot(key)
         if slot < 0:
             slot = self._pool.claim()
-            if self._pool.evicted_last:
-                self.drain()  # a copy may still read the slab that goes
-            for name, view in self._views.items():
-                view[slot].copy_(self._mapped[layer][name][expert])
+            assert slot >= 0
+            try:
+                if self._pool.evicted_last:
+                    self.drain()  # a copy may still read the slab that goes
+                for name, view in self._views.items():
+                    view[slot].copy_(self._mapped[layer][name][expert])
+            except BaseException:
+                self._pool.give_back(slot)
+                raise
             self._pool.put(key, slot)
             self.reads += 1
         else:

@@ -339,6 +339,29 @@ def test_a_copy_error_surfaces_at_the_call_that_needs_the_expert(monkeypatch: py
     assert same(expected, steps(model, prompt(12)))
 
 
+def test_a_disk_that_cannot_be_read_costs_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placing, "_KEPT_SHARE", 0.0)
+    model = tiny_moe("mixtral")
+    expected = steps(model, prompt(12))
+    hf_subbyte_moe.apply(model, {"experts": {"placement": "disk", "gpu_slots": 4}})
+    engine = engine_of(model)
+    assert engine is not None
+    bank: Any = engine.bank
+    mapped = bank._mapped
+    for _ in range(3):
+        bank._mapped = [{name: _Unreadable() for name in layer} for layer in mapped]
+        with pytest.raises(OSError, match="the disk is gone"):
+            steps(model, prompt(12))
+        assert len(bank._pool) + len(bank._pool._free) == 2
+    bank._mapped = mapped
+    assert same(expected, steps(model, prompt(12)))
+
+
+class _Unreadable:
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        raise OSError("the disk is gone")
+
+
 def test_no_gradients() -> None:
     model = tiny_moe("mixtral")
     offloaded(model, 5)
