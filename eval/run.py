@@ -18,7 +18,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the package beside this file, wherever we are run
 
-from quality.config import ROOT, read_config
+from quality.caches import CONTROL
+from quality.config import ROOT, QualityConfig, read_config
 from quality.harness import Only, Run, commit_of
 from quality.rows import ResultFile, Row, control_failures
 
@@ -59,8 +60,30 @@ def result_table(rows: list[Row]) -> Table:
     return table
 
 
+def refuse_unknown(config: QualityConfig, filters: list[str]) -> None:
+    """Refuse filters that fit nothing in a config.
+
+    Raises:
+        ValueError: there is one; lists what there is.
+    """
+    contexts = {str(context) for model in config.models for context in model.contexts or config.contexts}
+    known = {
+        "model": {model.name for model in config.models},
+        "context": contexts,
+        "protocol": set(config.protocols),
+        "task": set(config.tasks),
+        "policy": {CONTROL, *(entry.policy for entry in config.policies)},
+    }
+    for text in filters:
+        key, _, value = text.partition("=")
+        if value not in known[key]:
+            raise ValueError(f"--only {text!r} fits nothing in the config: one of {sorted(known[key])}")
+
+
 def main(
-    config_file: Annotated[Path, typer.Argument(metavar="CONFIG.json", help="What to run.", exists=True)],
+    config_file: Annotated[
+        Path, typer.Argument(metavar="CONFIG.json", help="What to run.", exists=True, dir_okay=False)
+    ],
     texts: Annotated[
         Path | None,
         typer.Option(help='JSON lines with a "text" each, instead of the config\'s.', exists=True, dir_okay=False),
@@ -77,7 +100,7 @@ def main(
     commit: Annotated[
         str | None, typer.Option(envvar="BENCH_COMMIT", help="What is measured.", show_default="what git says")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Result file.", show_default="the config's")] = None,
+    out: Annotated[Path | None, typer.Option(help="Result file.", show_default="the config's", dir_okay=False)] = None,
 ) -> None:
     """Measure what packed caches change: loss, KL, top-1, and answers about long texts."""
     console = Console()
@@ -90,8 +113,11 @@ def main(
         results = ResultFile(ROOT / config.out if out is None else out)
         label = commit_of(ROOT) if commit is None else commit
         run = Run(config, results, device, label, Only(only or []), resume)
+        refuse_unknown(config, only or [])
         run.go()
-    except (ValueError, FileNotFoundError) as error:
+        if not (run.rows or run.dropped or run.skipped):
+            raise ValueError(f"--only {' --only '.join(only or [])} together leave nothing to measure")
+    except (ValueError, OSError) as error:
         console.print(f"[red]error:[/red] {error}", markup=True, highlight=False)
         raise typer.Exit(2) from None
     console.print(result_table(run.rows))

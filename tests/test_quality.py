@@ -102,6 +102,7 @@ def run_cli(
         held = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"rows": [], "dropped": []}
         return SimpleNamespace(code=done.exit_code, output=done.output, **held)
 
+    invoke.app = app  # type: ignore[attr-defined]
     return invoke
 
 
@@ -439,6 +440,20 @@ def test_errors_name_the_file_and_what_lacks(run_cli: Any, quality: Any, tmp_pat
     done = run_cli("--only", "policies=error")
     assert done.code == 2
     assert "--only 'policies=error' is not possible" in done.output
+    for filters, message in [
+        (["model=nosuch"], "--only 'model=nosuch' fits nothing in the config: one of ['tiny']"),
+        (["policy=nosuch"], "fits nothing in the config: one of ['auto', 'control', 'uniform:exact']"),
+        (["policy=auto", "context=401"], "--only 'context=401' fits nothing in the config: one of ['400', '500']"),
+        (["model=tiny", "context=400"], "--only model=tiny --only context=400 together leave nothing"),
+    ]:
+        models = [{"name": "tiny", "contexts": [500]}, {"name": "other", "contexts": [400]}]
+        changes = {"models": models} if "context" in filters[-1] else {}
+        done = run_cli(*(word for text in filters for word in ("--only", text)), **changes)
+        assert done.code == 2
+        assert message in done.output
+    folder = CliRunner().invoke(run_cli.app, [str(tmp_path)], env={"COLUMNS": "250"})
+    assert folder.exit_code == 2
+    assert "is a directory" in folder.output
     out_of_reach = run_cli(policies=[{"policy": "error", "code_bits": 1.0}])
     assert out_of_reach.code == 2
     assert "policy 'error', code_bits 1.0: bits=2.0 is out of reach" in out_of_reach.output
