@@ -2,7 +2,9 @@
 
 Parameters stay where a state dict finds them, as views of the bank in host memory.
 
-Gives up: gradients, copies of the model, and a change of dtype while experts are away.
+Gives up: gradients, copies of the model, and a change of dtype while experts are away. A parameter that is edited in
+place is read when an expert is brought next: one in a slot stays what it was, and so does one from disk that is kept in
+host memory. ``load_state_dict`` empties the slots; for other edits ``hf_subbyte_moe.restore(model)`` first.
 """
 
 from collections.abc import Callable, Mapping
