@@ -3,8 +3,8 @@
 Parameters stay where a state dict finds them, as views of the bank in host memory.
 
 Gives up: gradients, copies of the model, and a change of dtype while experts are away. A parameter that is edited in
-place is read when an expert is brought next: one in a slot stays what it was, and so does one from disk that is kept in
-host memory. ``load_state_dict`` empties the slots; for other edits ``hf_subbyte_moe.restore(model)`` first.
+place is read when an expert is brought next: one in a slot stays what it was, and so does one from disk that is kept
+in host memory. ``load_state_dict`` empties the slots; for other edits ``hf_subbyte_moe.restore(model)`` first.
 """
 
 from collections.abc import Callable, Mapping
@@ -60,6 +60,9 @@ class PlacedExperts(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ValueError("experts are outside the model: hf_subbyte_moe.restore(model) before it is copied or pickled")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__reduce_ex__(memo)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move what is not in slabs; slots follow the hidden states."""

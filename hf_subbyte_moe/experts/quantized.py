@@ -7,10 +7,11 @@ experts that it uses are unpacked, one layer at a time.
 Gives up: gradients, and the exact weights: going back unpacks what was packed.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,15 @@ class PackedExperts(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         object.__setattr__(self, PACKED, replace(packing, layout=replace(packing.layout, dtype=dtype)))
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ValueError("experts are packed: hf_subbyte_moe.restore(model) before it is pickled")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedExperts":
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         raise ValueError(

@@ -1,5 +1,7 @@
 """Experts in two launches, and packed ones: put in place and taken back, in every family, resident and in slots."""
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +191,23 @@ def test_what_packed_experts_refuse(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="experts are packed as int4: load the model again for 'fp8'"):
         hf_subbyte_moe.apply(model, {"experts": {"weights": "fp8"}})
+    with pytest.raises(ValueError, match=r"experts are packed: .*restore\(model\) before it is pickled"):
+        pickle.dumps(model)
+
+
+def test_a_copy_of_packed_experts_is_its_own() -> None:
+    model = tiny_moe("mixtral")
+    hf_subbyte_moe.apply(model, {"experts": {"weights": "int4"}})
+    expected = logits(model)
+    again = copy.deepcopy(model)
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj.zero_()  # type: ignore[attr-defined, operator]
+    assert torch.equal(logits(again), expected)
+    assert torch.equal(logits(hf_subbyte_moe.restore(again)), expected)
+    hf_subbyte_moe.apply(model, {"experts": {"weights": "int4", "placement": "offload", "gpu_slots": 5}})
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ValueError, match=r"restore\(model\) before it is copied or pickled"):
+            attempt(model)
 
 
 @pytest.mark.parametrize("case", [pytest.param(family, marks=gpu) for family in MOE_CONFIGS if family not in OTHERS])
