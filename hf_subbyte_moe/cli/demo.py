@@ -12,7 +12,7 @@ from hf_subbyte_moe.cache import CACHE_NAME, EntropySubbyteCache
 from hf_subbyte_moe.cli.outputs import JsonFile, PlotFile
 from hf_subbyte_moe.cli.plot import plot_choices
 from hf_subbyte_moe.cli.prompts import needle_prompt
-from hf_subbyte_moe.cli.running import answer, load_model, tensor_bytes
+from hf_subbyte_moe.cli.running import answer, load_model, refuse_over_limit, tensor_bytes
 from hf_subbyte_moe.config import AUTO, CALIBRATED, POLICIES, TIERS, UNIFORM
 from hf_subbyte_moe.explain import explain
 
@@ -64,6 +64,7 @@ def demo(
     """
     console = Console()
     loaded, tokenizer = load_model(model)
+    refuse_over_limit(loaded, context, _NEW_TOKENS)
     text = None if haystack is None else haystack.read_text(encoding="utf-8")
     prompt = needle_prompt(tokenizer, context, seed, depth, text)
     options = cache_options(policy, bits)

@@ -17,7 +17,7 @@ from hf_subbyte_moe.cli.outputs import JsonFile, PlotFile
 from hf_subbyte_moe.cli.plot import plot_choices
 from hf_subbyte_moe.cli.prompts import needle_prompt
 from hf_subbyte_moe.cli.roofline import explain_shape
-from hf_subbyte_moe.cli.running import layer_progress, load_model
+from hf_subbyte_moe.cli.running import layer_progress, load_model, refuse_over_limit
 from hf_subbyte_moe.cli.watch import watch_experts
 from hf_subbyte_moe.config import AUTO, PREFETCHES
 from hf_subbyte_moe.explain import explain
@@ -69,6 +69,7 @@ def explain_prompt(
         ids = needle_prompt(tokenizer, context, seed=0, depth=0.35).ids
     else:
         ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][:, :context]
+    refuse_over_limit(loaded, ids.shape[1], new_tokens if watch else 0)
     if watch:
         options = {"placement": "offload", "gpu_slots": gpu_slots, "prefetch": prefetch}
         watch_experts(console, loaded, ids, options, new_tokens)

@@ -37,6 +37,11 @@ class Answer:
     tokens_per_s: float
 
 
+def reference_folder() -> Path:
+    """Where a clone of this project has the reference model; elsewhere there is nothing."""
+    return _REFERENCE
+
+
 def default_model() -> str:
     """The reference model of a clone of this project.
 
@@ -78,6 +83,18 @@ def load_model(
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"{name!r} is neither a folder with a model nor one on the Hub: {reason}") from None
     return (model if shared else model.to(device)).eval(), tokenizer
+
+
+def refuse_over_limit(model: PreTrainedModel, tokens: int, new_tokens: int = 0) -> None:
+    """Refuse a prompt that the model was not made for.
+
+    Raises:
+        ValueError: with the tokens that are generated it is over the model's limit.
+    """
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(limit, int) and tokens + new_tokens > limit:
+        more = f" and {new_tokens} to generate" if new_tokens else ""
+        raise ValueError(f"a prompt of {tokens:,} tokens{more} is over the limit of {limit:,} (the model's)")
 
 
 @contextmanager

@@ -131,6 +131,8 @@ def test_a_shell_completes(
     [
         (["demo", "--model", "./nowhere"], "'./nowhere' is neither a folder with a model nor one on the Hub"),
         (["demo", "--context", "50"], "context=50 is too short: the question alone takes"),
+        (["demo", "--context", "65513"], "a prompt of 65,513 tokens and 24 to generate is over the limit of 65,536"),
+        (["explain", "--context", "65537"], "a prompt of 65,537 tokens is over the limit of 65,536 (the model's)"),
         (["demo", "--policy", "magic"], "policy='magic' is not possible"),
         (["demo", "--bits", "1.5"], "bits=1.5 is out of reach at head_dim 64"),
         (["demo", "--policy", "entropy", "--bits", "3"], "policy 'entropy' fixes its own bits"),
