@@ -31,9 +31,10 @@ from hf_subbyte_moe.cli.offload_timing import (
     time_resident,
 )
 from hf_subbyte_moe.cli.outputs import JsonFile
+from hf_subbyte_moe.cli.running import reference_folder
 from hf_subbyte_moe.cli.shapes import SHAPES, random_model
 from hf_subbyte_moe.config import OFF
-from hf_subbyte_moe.experts import Heads, engine_of
+from hf_subbyte_moe.experts import PREDICTOR_SIDECAR_NAME, Heads, engine_of
 from hf_subbyte_moe.experts.memory import available_memory
 from hf_subbyte_moe.experts.predictor import GATE, HEAD, ORACLE, PREVIOUS
 from hf_subbyte_moe.experts.replay import UNIFORM, Statistics, draw_trace
@@ -180,12 +181,14 @@ def reference_statistics(sidecar: Path | None) -> Statistics:
     Raises:
         ValueError: there is none.
     """
-    from hf_subbyte_moe.cli.running import default_model
-    from hf_subbyte_moe.experts import PREDICTOR_SIDECAR_NAME
-
-    path = sidecar or Path(default_model()) / PREDICTOR_SIDECAR_NAME
+    path = sidecar or reference_folder() / PREDICTOR_SIDECAR_NAME
     if not path.is_file():
-        raise ValueError(f"there is no {str(path)!r}: hf-subbyte-moe calibrate --predictor writes one")
+        whose = (
+            "outside a clone of the project there are no statistics"
+            if sidecar is None
+            else f"there is no {str(path)!r}"
+        )
+        raise ValueError(f"{whose}: give --statistics FILE; hf-subbyte-moe calibrate --predictor writes one")
     noted = Heads.load(path).notes["statistics"]
     return Statistics(tuple(noted["popularity"]), noted["repeat"], noted["recall"], noted["source"])
 
@@ -213,6 +216,9 @@ def bench_experts(
     """
     console = Console()
     shapes = model or ["Mixtral-8x7B", "Qwen3-30B-A3B"]
+    for name in shapes:
+        if name not in SHAPES:
+            raise ValueError(f"--model {name!r} is not possible: one of {list(SHAPES)}")
     known = reference_statistics(statistics)
     every = {REFERENCE: known, UNIFORM: known.flattened()}
     for name, allowed, given in (("trace", list(every), trace), ("system", list(SYSTEMS), system)):

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from hf_subbyte_moe import cli
-from hf_subbyte_moe.cli import bench_experts
+from hf_subbyte_moe.cli import bench_experts, running
 from hf_subbyte_moe.cli.offload_timing import time_cell
 from hf_subbyte_moe.cli.shapes import random_model
 from hf_subbyte_moe.experts import governor
@@ -25,6 +25,16 @@ def run(*arguments: str, ok: bool = True) -> str:
     result = CliRunner().invoke(cli.app, ["bench", "experts", "--model", "toy", *arguments], env={"COLUMNS": "150"})
     assert (result.exit_code == 0) == ok, result.output
     return result.output if ok else str(result.exception)
+
+
+def test_a_shape_that_there_is_not_is_said_before_statistics_are_looked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(running, "_REFERENCE", tmp_path / "nowhere")
+    assert "--model 'llama' is not possible: one of ['Mixtral-8x7B'," in run("--model", "llama", ok=False)
+    assert "outside a clone of the project there are no statistics: give --statistics FILE" in run(ok=False)
+    missing = str(tmp_path / "statistics.safetensors")
+    assert f"there is no {missing!r}: give --statistics FILE" in run("--statistics", missing, ok=False)
 
 
 def test_rows(tmp_path: Path) -> None:
