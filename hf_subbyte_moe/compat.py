@@ -2,11 +2,12 @@
 
 5.24 renamed the cache argument of models and ``generate`` from ``past_key_values`` to ``cache``. In 5.17 expert
 parallelism is a style of tensor parallelism whose router masks what other ranks hold; 5.24 has a registry of ways to
-bring tokens to experts. Everything else that this package uses is the same from 5.17 on.
+bring tokens to experts. In 5.17 layers without attention have a cache layer that is never used. Everything else that
+this package uses is the same from 5.17 on.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,19 @@ CACHE_KW: str = (
 def cache_of(output: Mapping[str, Any]) -> Any:
     """The cache that a model or ``generate(return_dict_in_generate=True)`` returned."""
     return output[CACHE_KW]
+
+
+def last_storing_layer(config: PreTrainedConfig, layers: Sequence[Any]) -> int:
+    """Index of the last cache layer that stores anything.
+
+    Layers without attention have a dummy in 5.24, and in 5.17 a layer of linear attention that is never used.
+    """
+    kinds = getattr(config, "layer_types", None) or [""] * len(layers)
+    return max(
+        index
+        for index, (kind, layer) in enumerate(zip(kinds, layers, strict=False))
+        if kind not in ("moe", "mlp") and type(layer).__name__ != "DummyLayer"
+    )
 
 
 Dispatch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

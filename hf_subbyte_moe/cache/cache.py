@@ -17,6 +17,7 @@ from hf_subbyte_moe.cache.journal import StepJournal
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer, check_widths
 from hf_subbyte_moe.cache.prompts import LayerStatistics
 from hf_subbyte_moe.cache.saving import cache_file, fill_cache, read_file, save_cache
+from hf_subbyte_moe.compat import last_storing_layer
 from hf_subbyte_moe.config import CALIBRATED, KVCacheConfig
 from hf_subbyte_moe.policy import CalibratedPolicy, make_policy, resolve
 
@@ -65,7 +66,7 @@ class EntropySubbyteCache(Cache):
                 layer = previous = EntropySubbyteLayer(self.kv_config, policy, previous, latent, metric)
             layers.append(layer)
         super().__init__(layers=layers)
-        self._journal = StepJournal(self.layers)
+        self._journal = StepJournal(self.layers, last_storing_layer(config, self.layers))
         for layer in self.packed_layers.values():
             layer.journal = self._journal
 

@@ -14,18 +14,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DummyLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
 
 
 class StepJournal:
-    """The current step of one cache's layers."""
+    """The current step of one cache's layers.
 
-    def __init__(self, layers: Sequence[Any]) -> None:
-        """``layers``: of the cache, in its order."""
-        self._layers = layers
-        self._last = max(index for index, layer in enumerate(layers) if not isinstance(layer, DummyLayer))
+    Attributes:
+        checked_mask: the step's attention mask, once a layer has compared it with what the cache knows.
+    """
+
+    def __init__(self, layers: Sequence[Any], last: int) -> None:
+        """Watch a cache.
+
+        Args:
+            layers: of the cache, in its order.
+            last: index of the last one that stores anything.
+        """
+        self._layers, self._last = layers, last
         self._lost = False
         self.close()
 
@@ -35,6 +43,7 @@ class StepJournal:
         self._parts: set[Hashable] = set()  # layer index and name of what the step stores
         self._touched: set[int] = set()  # layer indices
         self._reached_last = False
+        self.checked_mask: Tensor | None = None
 
     def forget(self) -> None:
         """The cache was emptied."""

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3NextConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache, attention
-from hf_subbyte_moe.compat import CACHE_KW
+from hf_subbyte_moe.compat import CACHE_KW, last_storing_layer
 from support.models import prompt, tiny_model
 
 
@@ -149,6 +149,12 @@ def test_a_failure_that_the_cache_does_not_see_is_said_at_its_next_use(family: s
         USES[use](cache) if use in USES else run(model, cache, ids)
     assert [layer.get_seq_length() for layer in cache.layers] == [before] * 2
     torch.testing.assert_close(run(model, cache, ids), run(model, twin, ids), rtol=0, atol=0)
+
+
+def test_layers_without_attention_are_not_waited_for() -> None:
+    layers = EntropySubbyteCache(tiny_model("llama", num_hidden_layers=3).config).layers
+    assert last_storing_layer(PreTrainedConfig(layer_types=["linear_attention", "full_attention", "mlp"]), layers) == 1
+    assert last_storing_layer(PreTrainedConfig(), layers) == 2
 
 
 def test_lost_states_of_linear_attention_make_a_cache_unusable() -> None:
