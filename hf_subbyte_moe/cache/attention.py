@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
@@ -22,10 +21,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_subbyte_moe.cache.cache import EntropySubbyteCache
 from hf_subbyte_moe.cache.handle import LayerView, PackedKV
-from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
+from hf_subbyte_moe.cache.masks import among_new, check_step, row_starts
 from hf_subbyte_moe.cache.mla import ExpandedView, absorb_query, expand, expand_output
 from hf_subbyte_moe.cache.prompts import PromptQueries
-from hf_subbyte_moe.cache.window import Ints
 from hf_subbyte_moe.ops import MAX_TOKENS, ExactTokens, decode_attention
 from hf_subbyte_moe.policy import AttentionForm, output_weight
 
@@ -87,7 +85,8 @@ def attention_forward(
         query: ``[B, HQ, Sq, D]``.
         key: ``[B, H, T, D]``, from our cache or not.
         value: ``[B, H, T, Dv]``.
-        attention_mask: bool ``[B, 1, Sq, T]``, or None for a causal one without padding.
+        attention_mask: bool or additive ``[B or 1, 1, Sq, T]``, or None for a causal one without padding; with keys
+            of our cache it must agree with the padding that the cache knows, and is free among new tokens.
         scaling: factor of the scores; ``D ** -0.5`` by default.
         dropout: for keys that are not from our cache.
         **kwargs: for the function that the model had before.
@@ -113,6 +112,7 @@ def attention_forward(
         if view.pending:
             output = _prompt(module, view, query, attention_mask, form, kwargs)
         else:
+            check_step(attention_mask, view.layer)
             output = _packed(module, view, query, view.layer.rows.exact(), form)
     except BaseException:  # whatever it is: no layer may keep half a step
         view.layer.take_back()
@@ -151,9 +151,10 @@ def _prompt(
 ) -> Tensor:
     """Several new tokens, or the first one: exact attention among them, then packing."""
     layer, latent = view.layer, isinstance(view, ExpandedView)
-    layer.set_starts(_row_starts(attention_mask, query.shape[0], layer))
+    layer.set_starts(row_starts(attention_mask, query.shape[0], layer))
     if layer.has_tiles:
-        output = _packed(module, view, query, layer.exact_with_pending(), form)
+        exact = layer.rows.exact(layer.pending, among_new(attention_mask, layer))
+        output = _packed(module, view, query, exact, form)
     else:
         states = layer.dequantize() if layer.rows.lengths.any() else layer.pending
         if latent:
@@ -162,28 +163,6 @@ def _prompt(
     weight = None if latent else output_weight(module, output)
     layer.settle(PromptQueries(query, form, weight, partial(absorb_query, module) if latent else None))
     return output
-
-
-def _row_starts(attention_mask: Tensor | None, batch: int, layer: EntropySubbyteLayer) -> Ints:
-    """Padding columns on the left of each row, from what the last query may see.
-
-    Raises:
-        ValueError: the mask hides columns between visible ones or on the right, or differs between heads.
-    """
-    if attention_mask is None:
-        return np.zeros(batch, dtype=np.int64)
-    if attention_mask.shape[1] != 1:
-        raise ValueError("the entropy_subbyte cache does not support an attention mask with a head dimension")
-    last = attention_mask[:, 0, -1, :]
-    visible = (last if last.dtype == torch.bool else last == 0).cpu().numpy()
-    visible = np.broadcast_to(visible, (batch, visible.shape[1]))
-    starts = np.where(visible.any(1), visible.argmax(1), visible.shape[1])
-    if not np.array_equal(visible.sum(1), visible.shape[1] - starts) or visible.shape[1] != layer.length:
-        raise ValueError(
-            "the entropy_subbyte cache supports left padding only: the attention mask hides columns on the right of "
-            "or between visible ones"
-        )
-    return np.asarray(starts)
 
 
 def _refuse_unsupported(module: torch.nn.Module, kwargs: Mapping[str, Any], dropout: float) -> None:

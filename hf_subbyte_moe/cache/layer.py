@@ -28,7 +28,6 @@ from hf_subbyte_moe.cache.window import Ints
 from hf_subbyte_moe.codecs.rotation import rotation_block
 from hf_subbyte_moe.config import KVCacheConfig
 from hf_subbyte_moe.distributed.heads import head_ranks
-from hf_subbyte_moe.ops import ExactTokens
 from hf_subbyte_moe.policy import KEYS, VALUES, Policy, budget_bits
 
 
@@ -343,14 +342,6 @@ class EntropySubbyteLayer(CacheLayerMixin):
         """New keys and values ``[B, H, q, D]`` that wait for their attention call."""
         assert self._pending is not None
         return self._pending
-
-    def exact_with_pending(self) -> ExactTokens:
-        """Sinks, window and the pending tokens, with a causal mask for the pending queries."""
-        queries = self.pending[KEYS].shape[2]
-        column = torch.arange(queries, device=self.device)
-        old = self.length - queries
-        real = torch.from_numpy(self.starts).to(self.device)[:, None] <= old + column  # [B, q]
-        return self.rows.exact(self.pending, (column <= column[:, None]) & real[:, None])
 
     def _snapshot(self, new_tokens: int) -> Snapshot:
         rows = self.rows.snapshot(new_tokens) if self.is_initialized else None
