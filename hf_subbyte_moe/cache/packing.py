@@ -190,10 +190,9 @@ class PackedRows:
 
     def _balance(self, row: int, key: Tensor) -> bool:
         """Before a row's first tiles: whether its keys ``[H, n, D]`` need factors, which it then has from now on."""
-        balance = self.codecs.balance
-        if self.store.counts[row] or not balance.fit(row, key):
+        if self.store.counts[row] or not self.codecs.fit_balance(row, key):
             return False
-        self.window.keys[row] = balance.divided(self.window.keys[row], row)
+        self.window.keys[row] = self.codecs.balance.divided(self.window.keys[row], row)
         return True
 
     def _set_length(self, row: int, length: int) -> None:
@@ -481,7 +480,7 @@ class PackedRows:
             if tiles < self.store.counts[row]:
                 self.store.truncate(row, tiles)
         self.lengths, self.codecs.frozen = before.lengths, before.frozen
-        self.window.keys = self.codecs.balance.go_back(before.factors, self.window.keys)
+        self.window.keys = self.codecs.balance_again(before.factors, self.window.keys)
         if before.window is not None:
             self.window.keys, self.window.values = before.window
         self.settled, self._statistics.chunks = before.settled, before.chunks

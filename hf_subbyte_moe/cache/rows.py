@@ -17,7 +17,7 @@ from hf_subbyte_moe.cache.prompts import PromptQueries
 from hf_subbyte_moe.codecs import Codec, Table
 from hf_subbyte_moe.codecs.codebooks import fit_centroids, fit_table, universal_table
 from hf_subbyte_moe.codecs.rotation import rotation_matrix, rotation_signs
-from hf_subbyte_moe.codecs.shaping import Shaping, second_moment
+from hf_subbyte_moe.codecs.shaping import Shaping, normalized, second_moment
 from hf_subbyte_moe.ops import TILE_TOKENS, Order, normalize_tokens, split_outliers
 from hf_subbyte_moe.policy import KEYS, VALUES, SideCodec, side_codec
 
@@ -137,6 +137,34 @@ class RowCodecs:
         share = tokens / (tokens + int(self._seen[row]))
         self._moments[row] = torch.lerp(self._moments[row].float(), moment, share).to(self._moments.dtype)
         self._seen[row] += tokens
+        self._shapings.pop(row, None)
+
+    def fit_balance(self, row: int, key: Tensor) -> bool:
+        """Choose a row's factors by its keys ``[H, N, D]``; whether it needs some and had none."""
+        if not self.balance.fit(row, key):
+            return False
+        assert self.balance.factors is not None
+        self._scale_moments(row, self.balance.factors[row])
+        return True
+
+    def balance_again(self, factors: Tensor | None, stored: Tensor) -> Tensor:
+        """Take earlier factors; what the stored keys ``[B, H, N, D]`` are by them."""
+        given_up = self.balance.factors
+        stored = self.balance.go_back(factors, stored)
+        if given_up is not None and given_up is not factors:
+            ratio = given_up.reciprocal() if factors is None else factors / given_up
+            for row in (ratio != 1).flatten(1).any(1).nonzero().flatten().tolist():
+                self._scale_moments(row, ratio[row])
+        return stored
+
+    def _scale_moments(self, row: int, factors: Tensor) -> None:
+        """Moments of a row's queries before, as if these had been multiplied by ``[H, D]``."""
+        if not self._seen[row]:
+            return
+        rotation = self.rotations[KEYS]
+        moment = rotation.t() @ self._moments[row].float() @ rotation
+        moment = moment * factors[:, :, None] * factors[:, None, :]
+        self._moments[row] = normalized(rotation @ moment @ rotation.t()).to(self._moments.dtype)
         self._shapings.pop(row, None)
 
     def fit(self, row: int, key: Tensor, value: Tensor, freeze: bool) -> None:

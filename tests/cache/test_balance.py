@@ -11,7 +11,9 @@ from transformers.cache_utils import DynamicCache
 
 from hf_subbyte_moe.cache import EntropySubbyteCache, EntropySubbyteLayer
 from hf_subbyte_moe.cache.balance import channel_factors
+from hf_subbyte_moe.cache.prompts import PromptQueries
 from hf_subbyte_moe.patching import use_packed_attention
+from hf_subbyte_moe.policy import AttentionForm
 from hf_subbyte_moe.scoring import decode, forward
 from support.layers import make_layer, put, states
 from support.models import prompt, tiny_model
@@ -177,3 +179,29 @@ def test_files_and_copies_keep_factors(tmp_path: Path) -> None:
         for layer, original in zip(other.layers, cache.layers, strict=True):
             assert torch.equal(factors_of(layer), factors_of(original))
             assert torch.equal(layer.dequantize()[0], original.dequantize()[0])
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_queries_that_were_seen_before_the_factors_are_multiplied_too(one_by_one: bool) -> None:
+    """A short prompt packs nothing; its queries choose the codes of tiles whose keys are balanced when they come."""
+    layer, alone = (make_layer(policy="uniform:vq2", codebook="queries") for _ in range(2))
+    key, value = wide_states(1)
+    query = torch.randn(1, 4, 100, 64, generator=torch.Generator().manual_seed(2)) * torch.logspace(0, 1, 64)
+    queries = PromptQueries(query, AttentionForm(0.125), None)
+    layer.update(key[:, :, :100], value[:, :, :100])
+    layer.settle(queries)
+    codecs, before = layer.rows.codecs, layer.rows.snapshot(2)
+    seen = codecs._moments.clone()
+    assert codecs._shaping(0) is not None
+    for tokens in torch.arange(100, TOKENS).split(1 if one_by_one else TOKENS):
+        put(layer, key[:, :, tokens], value[:, :, tokens])
+    factors = factors_of(layer)
+    assert factors is not None
+    put(alone, key, value)
+    alone.rows.codecs.see_queries(0, alone.rows.codecs.balance.of_prompt(queries, 0))
+    assert torch.equal(factors_of(alone), factors)
+    torch.testing.assert_close(codecs._moments, alone.rows.codecs._moments, atol=2e-3, rtol=0)
+    assert torch.equal(codecs._shaping(0)._moment, codecs._moments[0])
+    layer.rows.undo(before)
+    torch.testing.assert_close(codecs._moments, seen, atol=2e-2, rtol=0)
+    assert torch.equal(codecs._shaping(0)._moment, codecs._moments[0])
