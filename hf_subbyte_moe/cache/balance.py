@@ -4,6 +4,8 @@ A rotation spreads a channel that is far larger than the others over all of them
 16 times, keys of 2.5 bits lose 4 % of the loss. Dividing each channel by the root of its size before, and multiplying
 the queries' channel by it, shares the error out between the two and changes no score. Factors are powers of two, so
 exact tokens stay exact, and they are 1 in every head whose channels are of like size: most models never see them.
+A head's largest factor is 1, so queries only become smaller, and keys only larger, up to the size of their largest
+channel: fp16 has room for both.
 
 Everything that a layer stores of a balanced row is divided, exact tokens too; what leaves the layer is multiplied.
 A row's factors come from the keys that it packs first and stay.
@@ -23,14 +25,19 @@ from hf_subbyte_moe.cache.prompts import PromptQueries
 
 _LEAST = 8.0  # a channel that is so many times the middle one makes its head worth balancing
 _MOST_EXPONENT = 4
+_SPARE = 4.0  # times the largest key that chose the factors, a later one still fits
 
 
 def channel_factors(key: Tensor) -> Tensor:
-    """``[H, D]`` fp32 factors of keys ``[H, N, D]``: powers of two, 1/16 to 16; all 1 in heads of like channels."""
+    """``[H, D]`` fp32 factors of keys ``[H, N, D]``: powers of two, 1/256 to 1; all 1 in heads of like channels."""
     centred = key.float() - key.float().mean(1, keepdim=True)
     size = centred.square().mean(1).sqrt()
     share = size / size.median(-1, keepdim=True).values.clamp_min(torch.finfo(torch.float32).tiny)
     exponent = (0.5 * share.log2()).round().clamp(-_MOST_EXPONENT, _MOST_EXPONENT)
+    exponent = exponent - exponent.amax(-1, keepdim=True)
+    # a channel that hardly differs between tokens may still be large
+    room = (torch.finfo(key.dtype).max / _SPARE / key.abs().amax(1).float()).log2().floor()
+    exponent = exponent.maximum(-room.clamp_min(0))
     wide = share.amax(-1, keepdim=True) > _LEAST
     return torch.where(wide, exponent.exp2(), torch.ones_like(share))
 

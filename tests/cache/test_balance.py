@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from hf_subbyte_moe.cache import EntropySubbyteCache, EntropySubbyteLayer
-from hf_subbyte_moe.cache.balance import channel_factors
+from hf_subbyte_moe.cache.balance import KeyBalance, channel_factors
 from hf_subbyte_moe.cache.prompts import PromptQueries
 from hf_subbyte_moe.patching import use_packed_attention
 from hf_subbyte_moe.policy import AttentionForm
@@ -50,9 +50,25 @@ def wide_model(kind: str = "llama") -> Any:
 def test_factors_are_powers_of_two_and_one_where_channels_are_alike() -> None:
     factors = channel_factors(wide_states(1)[0][0])
     assert torch.equal(factors[1], torch.ones(64))
-    assert factors[0, 5] == 8
+    assert factors[0, 5] == 1
+    assert set(factors[0, torch.arange(64) != 5].tolist()) == {1 / 8}
     assert torch.equal(factors, factors.log2().round().exp2())
     assert set(channel_factors(torch.zeros(1, 128, 64)).flatten().tolist()) == {1.0}
+
+
+def test_factors_take_nothing_out_of_fp16() -> None:
+    """Large queries, small keys of a large channel, and a large channel that is constant but for a few tokens."""
+    key = wide_states(1)[0][0].half()
+    key[..., 5] *= 16
+    key[0, :, 7] = 2000.0
+    balance = KeyBalance((1, 2, 64), possible=True)
+    assert balance.fit(0, key)
+    small = torch.full_like(key[None], 1.2e-5)
+    for states_ in (key[None], 4 * key[None], small):
+        assert torch.isfinite(balance.divided(states_)).all()
+        assert torch.equal(balance.multiplied(balance.divided(states_)[0], 0), states_[0])
+    query = torch.full((1, 4, 1, 64), 60000.0, dtype=torch.float16)
+    assert torch.isfinite(balance.of_query(query)).all()
 
 
 def test_a_layer_of_like_channels_has_no_factors() -> None:
