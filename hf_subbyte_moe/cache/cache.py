@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from hf_subbyte_moe.cache.journal import StepJournal
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer, check_widths
 from hf_subbyte_moe.cache.prompts import LayerStatistics
-from hf_subbyte_moe.cache.saving import cache_file, fill_cache, read_file, save_cache
+from hf_subbyte_moe.cache.saving import cache_file, fill_cache, other_tensors, read_file, save_cache
 from hf_subbyte_moe.compat import last_storing_layer
 from hf_subbyte_moe.config import CALIBRATED, KVCacheConfig
 from hf_subbyte_moe.policy import CalibratedPolicy, make_policy, resolve
@@ -153,6 +153,7 @@ class EntropySubbyteCache(Cache):
             path: a file that ends in .safetensors, or a folder.
 
         Raises:
+            ValueError: a layer is of a kind that cannot be saved.
             RuntimeError: a step before ended early.
         """
         self._journal.check()
@@ -179,10 +180,9 @@ class EntropySubbyteCache(Cache):
         return cache
 
     def other_bytes(self) -> int:
-        """Bytes of keys and values in the layers that do not pack."""
+        """Bytes of keys, values and states in the layers that do not pack."""
         others = [layer for layer in self.layers if not isinstance(layer, EntropySubbyteLayer)]
-        tensors = [getattr(layer, name, None) for layer in others for name in ("keys", "values")]
-        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+        return sum(tensor.nbytes for layer in others for tensor in other_tensors(layer).values())
 
     def allocated_bytes(self) -> int:
         """Bytes of everything that the layers hold, spare capacity included."""

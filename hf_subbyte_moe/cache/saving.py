@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
 from hf_subbyte_moe.codecs import get_codec
@@ -28,6 +29,18 @@ _METADATA_KEY = "entropy_subbyte_cache"
 _VERSION = 1
 _PLAIN_TENSORS = ("keys", "values")
 _PLAIN_ATTRIBUTES = ("cumulative_length", "record_past")
+_INDEXER_TENSORS = ("indexer_keys", "indexer_position_ids")  # of sparse attention, which is not saved
+_STATES = ("conv", "recurrent")  # of linear attention
+_STATE_ATTRIBUTES = ("has_previous_state", "conv_kernel_size")
+_SAVED = (  # kinds of layers of which nothing is lost
+    "EntropySubbyteLayer",
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "DummyLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+)
 
 
 def cache_file(path: str | Path) -> Path:
@@ -37,7 +50,14 @@ def cache_file(path: str | Path) -> Path:
 
 
 def save_cache(cache: "EntropySubbyteCache", model: Mapping[str, Any], path: Path) -> None:
-    """Write a cache and what tells its model apart; its pending tokens, if any, are packed first."""
+    """Write a cache and what tells its model apart; its pending tokens, if any, are packed first.
+
+    Raises:
+        ValueError: a layer is of a kind that cannot be saved.
+    """
+    unknown = sorted({type(layer).__name__ for layer in cache.layers} - set(_SAVED))
+    if unknown:
+        raise ValueError(f"a cache with layers of kind {', '.join(unknown)} cannot be saved")
     tensors: dict[str, Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
@@ -86,12 +106,10 @@ def fill_cache(
         state = {
             name.removeprefix(prefix): value.clone() for name, value in tensors.items() if name.startswith(prefix)
         }
-        if not state:
-            continue
-        if isinstance(layer, EntropySubbyteLayer):
-            _load_layer(layer, entry, state)
-        else:
+        if not isinstance(layer, EntropySubbyteLayer):
             _load_plain(layer, entry, state)
+        elif state:
+            _load_layer(layer, entry, state)
 
 
 def _layer_state(layer: EntropySubbyteLayer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -126,15 +144,41 @@ def _load_layer(layer: EntropySubbyteLayer, notes: Mapping[str, Any], state: Map
     layer.statistics.chunks = [[_chunk(chunk) for chunk in row] for row in notes["chunks"]]
 
 
+def other_tensors(layer: Any) -> dict[str, Tensor]:
+    """What a layer that does not pack holds, by the names in a file."""
+    held = {name: getattr(layer, name, None) for name in (*_PLAIN_TENSORS, *_INDEXER_TENSORS)}
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for kind in _STATES:
+            held.update({f"{kind}.{index}": state for index, state in getattr(layer, f"{kind}_states").items()})
+    return {name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
+
+
 def _plain_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     attributes = {name: getattr(layer, name) for name in _PLAIN_ATTRIBUTES if hasattr(layer, name)}
-    notes = {"kind": type(layer).__name__, "attributes": attributes}
-    tensors = {name: getattr(layer, name, None) for name in _PLAIN_TENSORS}
-    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}, notes
+    notes: dict[str, Any] = {"kind": type(layer).__name__, "attributes": attributes}
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        notes["states"] = {name: list(getattr(layer, name).items()) for name in _STATE_ATTRIBUTES}
+    return other_tensors(layer), notes
 
 
 def _load_plain(layer: Any, notes: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
-    layer.lazy_initialization(state["keys"], state["values"])
+    if "keys" in state:
+        layer.lazy_initialization(state["keys"], state["values"])
     for name in _PLAIN_TENSORS:
-        setattr(layer, name, state[name])
+        if name in state:
+            setattr(layer, name, state[name])
     vars(layer).update(notes["attributes"])
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        _load_states(layer, notes, state)
+
+
+def _load_states(layer: Any, notes: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+    if "states" not in notes:
+        raise ValueError("the file was written by a release that did not store states of linear attention")
+    for name, tensor in state.items():
+        kind, _, index = name.partition(".")
+        if kind in _STATES:
+            layer.lazy_initialization(**{f"{kind}_states": tensor}, state_idx=int(index))
+            getattr(layer, f"{kind}_states")[int(index)] = tensor
+    for name, items in notes["states"].items():
+        getattr(layer, name).update(dict(items))

@@ -7,40 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3NextConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache, attention
 from hf_subbyte_moe.compat import CACHE_KW, last_storing_layer
-from support.models import prompt, tiny_model
+from support.models import linear_attention_model, prompt, tiny_model
 
 
 EXACT: dict[str, Any] = {"policy": "uniform:exact", "window": 8, "sinks": 2}
-
-
-def with_linear_attention(*layer_types: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = Qwen3NextConfig(
-        vocab_size=128,
-        hidden_size=64,
-        num_hidden_layers=len(layer_types),
-        layer_types=list(layer_types),
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=96,
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    return hf_subbyte_moe.apply(model)
 
 
 def run(model: PreTrainedModel, cache: Cache, ids: Tensor, **options: Any) -> Tensor:
@@ -51,7 +27,7 @@ def run(model: PreTrainedModel, cache: Cache, ids: Tensor, **options: Any) -> Te
 
 def make(family: str) -> PreTrainedModel:
     if family == "qwen3_next":
-        return with_linear_attention("linear_attention", "full_attention", "linear_attention")
+        return hf_subbyte_moe.apply(linear_attention_model("linear_attention", "full_attention", "linear_attention"))
     return hf_subbyte_moe.apply(tiny_model(family))
 
 

@@ -22,6 +22,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 
@@ -118,3 +119,18 @@ def left_padded(prompts: list[torch.Tensor], extra: int = 0) -> tuple[torch.Tens
         batch[row, longest - ids.shape[1] :] = ids[0]
         mask[row, longest - ids.shape[1] :] = 1
     return batch, mask
+
+
+def linear_attention_model(*layer_types: str) -> PreTrainedModel:
+    """A model of such layers, "linear_attention" or "full_attention"."""
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        **{**_COMMON, **_EXPERTS, "num_experts": 4, "num_hidden_layers": len(layer_types)},
+        layer_types=list(layer_types),
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        shared_expert_intermediate_size=32,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
