@@ -212,6 +212,11 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
         raise ValueError(
             f"model type {name!r} is an encoder-decoder, which the entropy_subbyte cache does not support"
         )
+    if getattr(config, "num_kv_shared_layers", 0) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
+        raise ValueError(
+            f"model type {name!r} shares keys and values between layers (num_kv_shared_layers), which the "
+            "entropy_subbyte cache does not support"
+        )
     layers = DynamicCache(config=config).layers
     if not any(type(layer) is DynamicLayer for layer in layers):
         kinds = sorted({type(layer).__name__ for layer in layers})

@@ -152,3 +152,12 @@ def test_a_cache_keeps_nothing_of_a_step_that_is_over() -> None:
         for tokens in (300, 1, 5):
             run(model, cache, prompt(tokens))
             assert not cache._journal._before
+
+
+@pytest.mark.parametrize("options", [{"num_kv_shared_layers": 2}, {"kv_sharing_modes": ["own", "own", "reuse"]}])
+def test_models_that_share_keys_and_values_between_layers_are_refused(options: dict[str, Any]) -> None:
+    config = tiny_model("llama", num_hidden_layers=3).config
+    for name, value in options.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match="'llama' shares keys and values between layers"):
+        EntropySubbyteCache(config)
