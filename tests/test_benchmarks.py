@@ -290,6 +290,26 @@ def test_the_winner_is_right_for_all_pairs_and_the_fastest_on_average(scripts: A
     assert scripts.tune.winner(lines[-1:], pairs=1) is None
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--smoke", "--only", "colour=red"], "--only 'colour=red' is not possible"),
+        (["--smoke", "--only", "shape=nosuch"], "--only leaves nothing of"),
+        (["--report", "--out", "nowhere.json"], "there is no result file 'nowhere.json'"),
+        (["--plot", "--out", "nowhere.json"], "there is no result file 'nowhere.json'"),
+    ],
+)
+def test_a_mistake_of_the_caller_is_told_from_a_wrong_kernel(
+    words: list[str], message: str, scripts: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["run.py", *words])
+    monkeypatch.setattr(scripts.results, "render_readme", lambda **_: pytest.fail("the page was rendered"))
+    with pytest.raises(SystemExit) as left:
+        scripts.run.entry()
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_the_smoke_run_measures_checks_and_draws(scripts: Any, tmp_path: Path) -> None:
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(scripts.run.main)

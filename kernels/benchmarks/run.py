@@ -264,7 +264,7 @@ def main(
 ) -> None:
     """Time decode attention over packed tiles beside the fastest bf16 attention.
 
-    Exits with 1 if any output is not right or any kernel cannot run.
+    Exits with 1 if any output is not right or any kernel cannot run, with 2 if what is asked is not possible.
 
     Example: run.py --only shape=mixtral --only batch=1 --deadline 120
     """
@@ -273,6 +273,8 @@ def main(
         out = Path(tempfile.mkdtemp(prefix="decode_attention_")) / "decode_attention.json"
     target = results.RESULT_FILE if out is None else out
     if draw or report:
+        if not target.is_file():  # else the page would lose its numbers
+            raise ValueError(f"there is no result file {str(target)!r}")
         if draw:
             plot.plot_speedup(results.load(target), target.with_name("decode_attention.png"))
             plot.plot_roofline(results.load(target), target.with_name("roofline.png"))
@@ -300,14 +302,14 @@ def main(
 
 
 def entry() -> None:
-    """Run; what a user did wrong is one line on standard error and exit code 1."""
+    """Run; what a user did wrong is one line on standard error and exit code 2; 1 is for kernels."""
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(main)
     try:
         app()
     except (ValueError, OSError) as error:
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(1)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
