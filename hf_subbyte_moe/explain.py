@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_subbyte_moe.accounting import TILE_TOKENS
 from hf_subbyte_moe.cache import EntropySubbyteCache, LayerStatistics
 from hf_subbyte_moe.codecs import codec_of
+from hf_subbyte_moe.config import KVCacheConfig
 from hf_subbyte_moe.experts.report import ExpertsState, experts_state, experts_tables
 from hf_subbyte_moe.patching import STATISTICS_ATTRIBUTE
 from hf_subbyte_moe.policy import SIDES
@@ -77,12 +78,14 @@ class Explanation:
         size: bytes and bits; None when the cache is gone.
         policy: the policy that chose; None where nothing was cached yet.
         experts: what experts outside the model do; None where they are with it, or a cache was asked about.
+        packs_from: tokens of a row from which on some are packed; None where only the cache knows.
     """
 
     choices: Sequence[Choice]
     size: CacheSize | None
     policy: str | None
     experts: ExpertsState | None = None
+    packs_from: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -102,7 +105,16 @@ class Explanation:
         if self.choices:
             console.print(_choice_table(self.choices, self.policy))
         elif self.experts is None:
-            console.print("nothing was measured yet: run a prompt through the entropy_subbyte cache")
+            console.print(self._why_nothing())
+
+    def _why_nothing(self) -> str:
+        if self.policy is None or (self.size is not None and not self.size.tokens):
+            return "nothing was measured yet: run a prompt through the entropy_subbyte cache"
+        first = f"{_packs_from(KVCacheConfig()):,} by default" if self.packs_from is None else f"{self.packs_from:,}"
+        return (
+            "the prompt was too short to be measured: tokens are packed where a row has as many as sinks, window and "
+            f"a tile of {TILE_TOKENS} together ({first})"
+        )
 
     def __repr__(self) -> str:
         console = Console(width=110, file=io.StringIO())
@@ -128,12 +140,19 @@ def explain(model_or_cache: PreTrainedModel | EntropySubbyteCache) -> Explanatio
     """
     if isinstance(model_or_cache, EntropySubbyteCache):
         cache = model_or_cache
-        return Explanation(_choices(cache.statistics), cache_size(cache), cache.kv_config.policy)
+        options = cache.kv_config
+        return Explanation(
+            _choices(cache.statistics), cache_size(cache), options.policy, packs_from=_packs_from(options)
+        )
     if not isinstance(model_or_cache, PreTrainedModel):
         raise TypeError(f"explain() takes a model or an EntropySubbyteCache, not {type(model_or_cache).__name__}")
     statistics: dict[int, LayerStatistics] = getattr(model_or_cache, STATISTICS_ATTRIBUTE, {})
     policy = next((record.policy for record in statistics.values()), None)
     return Explanation(_choices(statistics), None, policy, experts_state(model_or_cache))
+
+
+def _packs_from(options: KVCacheConfig) -> int:
+    return options.sinks + options.window + TILE_TOKENS
 
 
 def cache_size(cache: EntropySubbyteCache) -> CacheSize:

@@ -110,6 +110,20 @@ def test_printing_shows_bits_bytes_and_tiers() -> None:
         assert f"{choice.error:.1e}" in shown
 
 
+def test_a_prompt_too_short_to_measure_is_told_from_none() -> None:
+    model = tiny_model("llama")
+    assert "nothing was measured yet" in str(hf_subbyte_moe.explain(model))
+    assert "nothing was measured yet" in str(hf_subbyte_moe.explain(EntropySubbyteCache(model.config, **CONFIG)))
+    settings = {"max_new_tokens": 2, "cache_implementation": CACHE_NAME, "cache_config": CONFIG}
+    output = model.generate(prompt(5), return_dict_in_generate=True, **settings)
+    of_cache, of_model = (str(hf_subbyte_moe.explain(of)) for of in (cache_of(output), model))
+    for shown in (of_cache, of_model):
+        assert "nothing was measured yet" not in shown
+        assert "the prompt was too short to be measured: tokens are packed where a row has as many" in shown
+    assert "(138)" in " ".join(of_cache.split())
+    assert "(260 by default)" in " ".join(of_model.split())
+
+
 def test_other_things_are_refused() -> None:
     with pytest.raises(TypeError, match="takes a model or an EntropySubbyteCache, not int"):
         hf_subbyte_moe.explain(3)
