@@ -1,7 +1,6 @@
 """What moving experts did: hits, misses, bytes, stalls and how often a prediction was right, by layer."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,15 +127,6 @@ class Counters:
                 )
             )
         return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "hit_rate": self.hit_rate,
-            "bytes": self.bytes,
-            "stall_seconds": self.stall_seconds,
-            **{name: self.total(name) for name in _COUNTED},
-        }
 
 
 def _share(part: float, whole: float) -> float | None:

@@ -118,7 +118,7 @@ class Device:
         counters: Counters,
         link: Link | None = None,
     ) -> None:
-        self.device, self.layers, self.experts = device, layers, experts
+        self.device = device
         layout = bank.layout
         self.slots = torch.empty(slots, layout.elements, dtype=layout.dtype, device=device)
         self.views = layout.views(self.slots)
@@ -174,28 +174,17 @@ class Engine:
         experts: of every layer.
         top_k: experts that a token uses.
         layers: MoE layers.
-        predictors: that the governor may choose from.
-        states: what enters the layers' norms; None where no predictor reads them.
     """
 
-    def __init__(
-        self,
-        bank: Bank,
-        slots: int,
-        experts: int,
-        top_k: int,
-        layers: int,
-        predictors: Sequence[Predictor] = (),
-        states: States | None = None,
-    ) -> None:
+    def __init__(self, bank: Bank, slots: int, experts: int, top_k: int, layers: int) -> None:
         self.bank, self.slots, self.experts, self.top_k, self.layers = bank, slots, experts, top_k, layers
         self.counters = Counters(layers)
-        self.states = states
+        self.states: States | None = None  # what enters the layers' norms, where a predictor reads it
         self.calibrated: list[dict[str, Any]] = []  # what a sidecar says of predictors
         self.make_link: Callable[[], Link] | None = None  # tests put slow ones here
         self._on: Device | None = None
         bank.drain = self._drain
-        self.use_predictors(predictors)
+        self.use_predictors(())
 
     def use_predictors(self, predictors: Sequence[Predictor]) -> None:
         """Let the governor choose among these and none."""

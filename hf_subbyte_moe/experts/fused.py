@@ -103,11 +103,11 @@ def experts_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, "has_gate") and hasattr(module, "is_concatenated")]
 
 
-def use_fused_experts(model: PreTrainedModel) -> bool:
-    """Put our function in front of a model's own; whether any of its experts can be fused."""
+def use_fused_experts(model: PreTrainedModel) -> None:
+    """Put our function in front of a model's own, if any of its experts can be fused."""
     modules = [module for module in experts_modules(model) if fused_activation(module) is not None]
     if not modules:
-        return False
+        return
     if FUSED_NAME not in interface.ALL_EXPERTS_FUNCTIONS:
         interface.ExpertsInterface.register(FUSED_NAME, fused_experts)
     before = modules[0].config._experts_implementation  # type: ignore[union-attr]
@@ -115,7 +115,6 @@ def use_fused_experts(model: PreTrainedModel) -> bool:
         for module in modules:
             setattr(module, PREVIOUS_EXPERTS, before)
         model.set_experts_implementation(FUSED_NAME)
-    return True
 
 
 def release_fused_experts(model: PreTrainedModel) -> None:

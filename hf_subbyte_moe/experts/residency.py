@@ -36,10 +36,6 @@ class SlotPool:
         """Where a key is; -1 if it is nowhere."""
         return self._where.get(key, _NOWHERE)
 
-    def held(self) -> list[int]:
-        """The keys, least recently used first."""
-        return list(self._where)
-
     def touch(self, key: int) -> None:
         """Make a key the most recently used."""
         self._where.move_to_end(key)

@@ -122,7 +122,7 @@ def test_what_was_not_used_goes_first() -> None:
     prefetcher.demand(0, [0])
     prefetcher.foretell(1, [7], budget=1e9, keep={0})
     prefetcher.demand(1, [1])
-    assert prefetcher.pool.held()[0] == 15
+    assert next(iter(prefetcher.pool._where)) == 15
     prefetcher.demand(0, [2])
     assert prefetcher.pool.slot(15) < 0
 
