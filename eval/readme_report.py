@@ -37,6 +37,7 @@ def headline() -> str:
     rows = [row for row in result["rows"] if all(row[key] == value for key, value in place.items()) and row["us"]]
     mixed = next(row for row in rows if row["k_tier"] == "mix-2.5")
     left = mixed["bytes"] / (2 * 2 * place["batch"] * 8 * 128 * place["context"])  # of 8 KV heads, head_dim 128
+    bits = f"{mixed['code_bits']:.1f} bits of codes ({16 * left:.2f} with everything that is held)"
     found = {
         (row["policy"], row["budget"]): row
         for row in _rows("quality")
@@ -46,7 +47,7 @@ def headline() -> str:
     }
     ours, uniform = found["auto", 2.3], found["uniform", 2.3]
     return (
-        f"**On Mixtral's shape at 131,072 tokens and batch 8, a cache of 2.5 bits takes {left:.0%} of the bytes of a "
+        f"**On Mixtral's shape at 131,072 tokens and batch 8, a cache of {bits} takes {left:.0%} of the bytes of a "
         f"bf16 cache, and attention over it {mixed['us']:.0f} us a layer where the fastest bf16 attention takes "
         f"{mixed['baseline_us']:.0f} ({mixed['speedup']:.1f} times faster, one {mixed['device']}). With "
         f"{ours['code_bits']:.1f} bits of codes our reference MoE's loss grows by {ours['dnll']:.4f} nats at 4,096 "
@@ -56,7 +57,7 @@ def headline() -> str:
 
 
 def peers() -> str:
-    """Other caches beside ours by real bits, on the models of one run; every figure is in eval/README.md."""
+    """Other caches beside ours by real bits and by all that they hold, on the models of one run."""
     rows = [row for row in _rows("quality_peers") if row["task"] == TEXT and row["protocol"] == ONE_PIECE]
     if not rows:
         return missing("peers")
@@ -66,12 +67,19 @@ def peers() -> str:
     lines = []
     for key, row in sorted(first.items(), key=lambda item: item[1]["bits"] or 16):
         cells = [found.get((key, *place)) for place in places]
-        figures = [("-", "-") if cell is None else (f"{cell['kl']:.4f}", f"{cell['dnll']:+.4f}") for cell in cells]
-        lines.append([name_of(row), shown(row["bits"], ".2f"), *(figure for pair in figures for figure in pair)])
+        figures = []
+        for cell in cells:
+            held = ["-"] * 3
+            if cell is not None:
+                held = [shown(cell["bits_total_16"], ".2f"), f"{cell['kl']:.4f}", f"{cell['dnll']:+.4f}"]
+            figures += held
+        lines.append([name_of(row), shown(row["bits"], ".2f"), *figures])
     header = ["cache", "bits"]
     for model, context in places:
-        header += [f"{model}, {context:,}: KL", "loss"]
-    return f"{table(header, lines)}\n\n{conditions(rows)}"
+        header += [f"{model}, {context:,}: all held", "KL", "loss"]
+    masses = [row["mass"] for row in rows if row["mass"] is not None]
+    mass = f"At most {max(masses):.0%} of the attention fell on packed tokens; " if masses else ""
+    return f"{table(header, lines)}\n\n{mass}{conditions(rows)}"
 
 
 def memory() -> str:
@@ -102,6 +110,8 @@ def latency_short() -> str:
     policies = ", ".join(dict.fromkeys(f"`{row['policy']}`" for row in rows))
     filled = any(row["first_ms"] is None for row in rows)
     prompt = " random keys and values stand for the prompt;" if filled else ""
+    if not any(row["system"] == "stock static compiled" for row in rows):
+        prompt += " stock runs eagerly (its static cache, compiled, was not run), and launches are most of its time;"
     return f"{table(header, lines)}\n\nMedians of `generate()`, cache {policies};{prompt} {_devices(rows)}"
 
 

@@ -128,7 +128,7 @@ def decode_attention() -> str:
         for key, row in sorted(fastest.items())
     ]
     header = ["one layer, one token", "best bf16, us", "one format, us", "times faster", "of copy bandwidth"]
-    return table([*header, "formats mixed to 2.5 bits, us", "times faster"], rows)
+    return table([*header, "formats mixed to 2.5 bits of codes, us", "times faster"], rows)
 
 
 def tiers() -> str:

@@ -60,7 +60,7 @@ def test_a_claim_without_rows_says_so(results: Any) -> None:
     assert shown.count("not measured yet") == len(unmeasured)
 
 
-def test_latency_is_about_8x22b_and_smaller_models_are_a_part(results: Any) -> None:
+def test_latency_is_about_8x22b_and_smaller_models_stand_in_for_it(results: Any) -> None:
     def row(model: str, system: str, ms: float, context: int = 65536) -> dict[str, Any]:
         return {
             "model": model,
@@ -81,8 +81,10 @@ def test_latency_is_about_8x22b_and_smaller_models_are_a_part(results: Any) -> N
         "latency", [row("Qwen3", "+ cache", 9.0), row("Qwen3", "+ graph", 4.0), row("Mixtral-8x22B", "+ int4", 9.0)]
     )
     cells = line_of("under 5 ms a token")
-    assert cells[2] == f"**{PART}**"
-    assert "Qwen3 (bf16) 4.0 ms, Mixtral-8x22B (bf16) 9.0 ms (65,536 tokens, batch 1, X)" in cells[3]
+    assert cells[2] == f"**{REFUTED}**"
+    assert "Qwen3 (bf16) 4.0 ms, Mixtral-8x22B (bf16) 9.0 ms (65,536 tokens, batch 1, one X)" in cells[3]
+    results("latency", [row("Qwen3", "+ graph", 4.0)])
+    assert line_of("under 5 ms a token")[2] == f"**{PART}**"
     results("latency", [row("Mixtral-8x22B", "+ int4", 4.0), row("Qwen3", "stock", 70.0, context=131072)])
     assert line_of("under 5 ms a token")[2] == f"**{BEATEN}**"
     assert line_of("past 50 ms a token")[2] == f"**{REACHED}**"
@@ -103,13 +105,17 @@ def test_what_no_machine_here_can_run(results: Any) -> None:
         assert cells[2] == f"**{verdict}**"
         assert f"+4.00 ms saved and 40% fewer bytes on {gpus} GPUs" in cells[3]
     routers = [
-        {"model": "Q", "tokens": 1, "backend": name, "us": us, "failed": None}
-        for name, us in (("stock", 50.0), ("cuda", 5.0))
+        {"model": model, "tokens": 1, "backend": name, "us": us, "failed": None}
+        for model, name, us in (
+            ("Qwen3-30B-A3B", "stock", 50.0),
+            ("Qwen3-30B-A3B", "cuda", 5.0),
+            ("DeepSeek-V3", "cuda", 8.0),
+        )
     ]
     results("distributed", [])
     results("router", routers)
     assert line_of("routing 3.2 to under 0.4 ms")[2] == f"**{PART}**"
-    assert "0.24 ms in 48 layers" in line_of("routing 3.2 to under 0.4 ms")[3]
+    assert "Qwen3-30B-A3B 0.24 ms, DeepSeek-V3 0.46 ms" in line_of("routing 3.2 to under 0.4 ms")[3]
 
 
 def test_prefetch_needs_half_the_time(results: Any) -> None:
@@ -137,10 +143,30 @@ def test_the_entropy_rule_is_judged_on_the_same_texts(results: Any) -> None:
         assert line_of("high entropy needs more bits")[2] == f"**{verdict}**"
 
 
+@pytest.mark.parametrize(
+    ("lost", "interval", "expected"),
+    [(0.0, [0.0, 0.0], REACHED), (0.005, [-0.02, 0.01], REFUTED), (0.1, [-0.2, 0.0], REFUTED)],
+)
+def test_accuracy_is_kept_where_the_whole_interval_says_so(
+    results: Any, lost: float, interval: list[float], expected: str
+) -> None:
+    row = {"model": "m", "task": "needle", "context": 1024, "policy": "auto", "budget": 2.3, "bits": 2.5}
+    scores = {"score": 1 - lost, "score_exact": 1.0, "score_difference_interval": interval}
+    results("quality", [{**row, **scores}, {**row, **scores, "policy": "error", "score": 0.0}])
+    assert line_of("full accuracy on long-context tasks")[2] == f"**{expected}**"
+
+
+def test_fp8_harms_where_the_whole_interval_says_so(results: Any) -> None:
+    row = {"policy": "fp8", "task": "text", "model": "m", "n": 8, "dnll": 0.05, "nll_exact": 2.0}
+    for interval, expected in (([0.03, 0.07], REACHED), ([0.01, 0.09], REFUTED)):
+        results("quality_peers", [{**row, "dnll_interval": interval}])
+        assert line_of("FP8 degrades accuracy")[2] == f"**{expected}**"
+
+
 def test_premises(results: Any) -> None:
     def model(name: str, entropy: list[float], share: float, keys: float) -> dict[str, Any]:
         uniform = [
-            {"nbits": nbits, "sides": [side], "dnll": loss, "nll_exact": 2.0}
+            {"nbits": nbits, "sides": [side], "dnll": loss, "dnll_interval": [0.9 * loss, loss], "nll_exact": 2.0}
             for nbits in (2, 3)
             for side, loss in (("keys", keys), ("values", 0.01))
         ]
@@ -148,7 +174,7 @@ def test_premises(results: Any) -> None:
         return {"model": name, "entropy": entropy, "outliers": outliers, "uniform": uniform}
 
     falling, rising = model("a", [5.0, 4.0, 3.0], 0.01, 1.0), model("b", [3.0, 4.0, 5.0], 0.02, 0.1)
-    results("premises", [], models=[falling, rising], conditions={"context": 1024})
+    results("premises", [], models=[falling, rising], conditions={"context": 1024, "n": 6})
     for words in ("early layers have high entropy", "outliers beyond 3.5 sigma", "fail on keys"):
         assert line_of(words)[2] == f"**{PART}**"
     assert "a -1.00, b +1.00" in line_of("early layers have high entropy")[3]

@@ -45,7 +45,7 @@ ALLOWED = (
     "Qwen2-MoE and Qwen3-MoE, OLMoE, gpt-oss, Granite-MoE, DeepSeek V2 and V3",
     "the default, 2.5 `bits`",
     "3.25 `bits`",
-    "only that counts: 2.25",
+    "all that counts: 2.25",
     "| 2.5 | average bits",
     "above 4.5 bits of entropy",
     "above 2.5",

@@ -79,6 +79,13 @@ def _by_policy(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
     return found
 
 
+def _counted(rows: Iterable[Row]) -> Callable[[Row], str]:
+    """What stands behind a figure that is of fewer or more texts than most of its table."""
+    numbers = [row["n"] for row in rows if row["task"] == TEXT]
+    usual = max(numbers, key=numbers.count, default=0)
+    return lambda row: "" if row["n"] == usual else f" (n {row['n']})"
+
+
 def _interval(row: Row, key: str, form: str) -> str:
     low, high = row[f"{key}_interval"]
     return f"{row[key]:{form}} ({low:{form}} to {high:{form}})"
@@ -122,7 +129,7 @@ def tables(rows: list[Row], dropped: list[Row], one: Callable[[list[Row]], str])
 
 def full_table(cell: list[Row]) -> str:
     """Everything that was measured, a line a cache."""
-    tasks = _tasks(cell)
+    tasks, counted = _tasks(cell), _counted(cell)
     lines = []
     for found in _by_policy(cell).values():
         any_row = found.get(TEXT) or next(iter(found.values()))
@@ -130,7 +137,7 @@ def full_table(cell: list[Row]) -> str:
         figures = ["-"] * 4
         if text is not None:
             figures = [
-                _interval(text, "kl", ".4f"),
+                _interval(text, "kl", ".4f") + counted(text),
                 f"{text['kl_p99']:.3f}",
                 _interval(text, "dnll", "+.4f"),
                 f"{text['top1']:.3f}",
@@ -236,7 +243,7 @@ def ablation_table(cell: list[Row]) -> str:
 def collapse(rows: list[Row]) -> str:
     """A line a cache, for each model how much its loss grows, its KL and its answers."""
     models = list(dict.fromkeys(row["model"] for row in rows))
-    tasks = _tasks(rows)
+    tasks, counted = _tasks(rows), _counted(rows)
     header = ["cache", "bits"]
     for model in models:
         header += [f"{model}: loss", "KL", *(f"`{task}`" for task in tasks)]
@@ -248,11 +255,17 @@ def collapse(rows: list[Row]) -> str:
         line = [name_of(first), shown(first["bits"], ".2f")]
         for tasks_of in found:
             text = tasks_of.get(TEXT)
-            line += ["-", "-"] if text is None else [f"{text['dnll'] / text['nll_exact']:+.1%}", f"{text['kl']:.3f}"]
+            figures = ("-", "-")
+            if text is not None:
+                figures = (f"{text['dnll'] / text['nll_exact']:+.1%}{counted(text)}", f"{text['kl']:.3f}")
+            line += figures
             line += [_score(tasks_of.get(task)) for task in tasks]
         lines.append(line)
-    exact = {row["model"]: row["nll_exact"] for row in rows if row["task"] == TEXT}
-    losses = ", ".join(f"{model} {loss:.3f}" for model, loss in exact.items())
+    exact: dict[str, set[str]] = {}
+    for row in rows:
+        if row["task"] == TEXT:
+            exact.setdefault(row["model"], set()).add(f"{row['nll_exact']:.3f}")
+    losses = ", ".join(f"{model} {_some(sorted(found))}" for model, found in exact.items())
     protocol = _some(sorted({row["protocol"] for row in rows}))
     contexts = _some(sorted({f"{row['context']:,}" for row in rows}))
     where = f"{contexts} tokens, {protocol}; {conditions(rows)}"
