@@ -9,11 +9,10 @@
 //
 // The host defines, in front of warp.cuh and this text: HIDDEN, EXPERTS, TOP_K, NEXT_TOP_K (0 without prediction),
 // MAX_TOKENS, ROWS, WARPS, STATES (dtype of states: 0 fp32, 1 fp16, 2 bf16), MATRIX (of the matrix and its bias), LOGITS
-// (what logits are rounded to), LOGITS_OUT (of the
-// logits that are returned), WEIGHTS (of the weights), SCORE (0 logits, 1 softmax, 2 sigmoid), GROUPS
-// (1 without), GROUPS_KEPT, GROUP_SCORE (1 best, 2 sum of the two best), MASKED (what experts of other groups score),
-// NORM (0 none, 1 by the sum, 2 by the sum and NORM_EPS, 3 by the sum but at least NORM_EPS, 4 softmax), NORM_EPS, SCALE,
-// SORTED.
+// (what logits are rounded to), LOGITS_OUT (of the logits that are returned), WEIGHTS (of the weights), SCORE (0 logits,
+// 1 softmax, 2 sigmoid), GROUPS (1 without), GROUPS_KEPT, GROUP_SCORE (1 best, 2 sum of the two best), MASKED (what
+// experts of other groups score), NORM (0 none, 1 by the sum, 2 by the sum and NORM_EPS, 3 by the sum but at least
+// NORM_EPS, 4 softmax), NORM_EPS, SCALE, SORTED.
 
 struct Problem {
     const u8* matrix;       // [EXPERTS, HIDDEN]
