@@ -4,6 +4,9 @@ Clusters are made on one set of texts (``--calibration``) and measured on anothe
 loss on text, an exact answer about one needle, and every expert that every token used. A row is one placement, mode
 and strength. Routing ``native`` costs nothing by construction, so its rows only count. Rows of one commit are kept.
 
+A loss comes with its standard error over texts, whose tokens are not independent. Rows without ``n_texts`` were
+measured before and have the smaller one over tokens; they are replaced where they are measured again.
+
 Batch-aware rows read known tokens of B texts at once, and step t of all rows shares its experts, as decoding would.
 
 Example: python eval/routing.py eval/configs/routing.json --calibration calibration.jsonl --texts heldout.jsonl
@@ -47,7 +50,7 @@ class Seen:
     """One pass over the measured texts.
 
     Attributes:
-        nll: ``[n]`` of every text token.
+        nll: ``[texts, n]`` of every token.
         indices: ``[N, L, K]`` experts used on texts.
         needle: share of right answers.
     """
@@ -116,8 +119,9 @@ class Bench:
         return torch.cat(nll), sum(distinct) / len(distinct)
 
     def _nll(self, ids: Tensor) -> Tensor:
+        """``[B, T - 1]`` of every token but the first."""
         logits = self.model(ids, use_cache=False).logits[:, :-1].float()
-        return -logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).flatten()
+        return -logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
 
     def _answers(self, prompt: Any) -> bool:
         ids = torch.tensor([[*prompt.ids, *prompt.answer]])
@@ -168,12 +172,22 @@ def placement_rows(bench: Bench, config: dict[str, Any], commit: str, results: d
         save(results, out)
 
 
+def loss_change(difference: Tensor) -> dict[str, Any]:
+    """A row's change of loss and its standard error over texts, from ``[texts, n]`` differences of tokens."""
+    of_text = difference.mean(1)
+    return {
+        "dnll": float(of_text.mean()),
+        "dnll_se": float(of_text.std() / len(of_text) ** 0.5),
+        "n_tokens": difference.numel(),
+        "n_texts": len(of_text),
+    }
+
+
 def _row(
     cell: dict[str, Any], options: RoutingConfig, clusters: Clusters, seen: Seen, native: Seen, width: int
 ) -> dict[str, Any]:
     """What one cell showed."""
     soft, changed = options.mode == "soft", options.mode != "native"
-    difference = seen.nll - native.nll
     found = locality(seen.indices, clusters)
     return {
         "domains": cell["domains"],
@@ -188,8 +202,7 @@ def _row(
         "seed": cell["seed"],
         "transitions_local": found.transitions,
         "pairs_local": found.pairs,
-        "dnll": float(difference.mean()),
-        "dnll_se": float(difference.std() / len(difference) ** 0.5) if changed else 0.0,
+        **loss_change(seen.nll - native.nll),
         "needle": seen.needle,
         "needle_native": native.needle,
         "load": found.load,
@@ -197,7 +210,6 @@ def _row(
         "domain_load": found.domain_load,
         "memory": 1 + cell["replicas"] * (cell["domains"] - 1) / clusters.labels.shape[1],
         "bytes_crossing": crossings(seen.indices, clusters, _STATE_BYTES * width),
-        "n_tokens": len(difference),
         "cell": cell,
     }
 
@@ -215,7 +227,6 @@ def batch_rows(bench: Bench, config: dict[str, Any], commit: str, results: dict[
             options = RoutingConfig(mode="soft", strength=0, batch_aware=bonus, keep=asked["keep"])
             with bench.steered(options, None):
                 nll, fewer = bench.look_at_batch(rows)
-            difference = nll - before
             results["batch"].append(
                 {
                     "batch": rows,
@@ -223,9 +234,7 @@ def batch_rows(bench: Bench, config: dict[str, Any], commit: str, results: dict[
                     "keep": asked["keep"],
                     "distinct": fewer,
                     "distinct_native": distinct,
-                    "dnll": float(difference.mean()),
-                    "dnll_se": float(difference.std() / len(difference) ** 0.5),
-                    "n_tokens": len(difference),
+                    **loss_change(nll - before),
                     "commit": commit,
                 }
             )

@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
 
 import routing_report
 from quality.report import is_stale
+
+
+EVAL = Path(__file__).parents[1] / "eval"
 
 
 def row(**own: Any) -> dict[str, Any]:
@@ -91,6 +95,22 @@ def test_without_a_file(tmp_path: Path) -> None:
     (tmp_path / "some.json").write_text(json.dumps(RESULT), encoding="utf-8")
     assert routing_report.load(tmp_path / "some.json") == RESULT
     assert routing_report.missing().startswith("Not measured yet")
+
+
+def test_the_error_of_a_loss_is_that_over_texts() -> None:
+    import routing
+
+    of_text = torch.tensor([0.1, 0.2, 0.6])
+    found = routing.loss_change(of_text[:, None].expand(-1, 500))  # tokens of a text that are all alike
+    assert found["dnll"] == pytest.approx(0.3)
+    assert found["dnll_se"] == pytest.approx(float(of_text.std()) / 3**0.5)
+    assert (found["n_texts"], found["n_tokens"]) == (3, 1500)
+
+
+def test_rows_from_before_are_marked() -> None:
+    result = routing_report.load(EVAL / "results" / "routing.json")
+    old = [row for row in (*result["rows"], *result["batch"]) if "n_texts" not in row]
+    assert not old or "rows without n_texts over tokens" in result["standard_errors"]
 
 
 def test_cells_are_spread_out(monkeypatch: pytest.MonkeyPatch) -> None:
