@@ -97,8 +97,10 @@ class BitLedger:
         self._unspent = np.zeros(rows)
 
     def inherited(self, row: int) -> float:
-        """What the layer before left for a row."""
-        return 0.0 if self._previous is None else float(self._previous._unspent[row])
+        """What the layer before left for a row; nothing where it has not begun."""
+        if self._previous is None or not len(self._previous._unspent):
+            return 0.0
+        return float(self._previous._unspent[row])
 
     def leave(self, row: int, bits: float) -> None:
         """Leave bits of a row to the next layer; a debt is negative."""

@@ -161,3 +161,11 @@ def test_models_that_share_keys_and_values_between_layers_are_refused(options: d
         setattr(config, name, value)
     with pytest.raises(ValueError, match="'llama' shares keys and values between layers"):
         EntropySubbyteCache(config)
+
+
+def test_a_layer_may_be_filled_before_the_one_before_it() -> None:
+    cache = EntropySubbyteCache(tiny_model("llama").config)
+    states = torch.randn(1, 2, 400, 16, generator=torch.Generator().manual_seed(0))
+    keys, values = cache.update(states, states, 1)
+    with pytest.warns(UserWarning, match="did not call the entropy_subbyte attention function"):
+        assert (keys + values).isfinite().all()
