@@ -5,6 +5,7 @@ Models pass the keys and values that a cache returns straight to the attention f
 that does not use our attention function still computes something right, slowly and without statistics.
 """
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,26 @@ if TYPE_CHECKING:
 
 class FixedAddressError(ValueError):
     """A step at fixed addresses needs something that changes its address."""
+
+
+class ModuleReference:
+    """A module that is not kept alive. Copies refer to it too; pickles, which other processes read, to none."""
+
+    def __init__(self, module: torch.nn.Module | None = None) -> None:
+        self._reference = None if module is None else weakref.ref(module)
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The module, while it lives."""
+        return None if self._reference is None else self._reference()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleReference":
+        """Itself: it never changes."""
+        return self
+
+    def __reduce__(self) -> tuple[type["ModuleReference"], tuple[()]]:
+        """Pickled without the module."""
+        return ModuleReference, ()
 
 
 class LayerView:

@@ -11,7 +11,6 @@ Gives up: cropping into a tile brings what is left of it back with its quantizat
 """
 
 import warnings
-import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_subbyte_moe.accounting import TILE_TOKENS
-from hf_subbyte_moe.cache.handle import FixedAddressError, LayerView, PackedKV
+from hf_subbyte_moe.cache.handle import FixedAddressError, LayerView, ModuleReference, PackedKV
 from hf_subbyte_moe.cache.packing import PackedRows
 from hf_subbyte_moe.cache.prompts import BitLedger, LayerStatistics, PromptQueries, Snapshot
 from hf_subbyte_moe.cache.window import Ints
@@ -105,13 +104,19 @@ class EntropySubbyteLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything."""
         self.is_initialized = False
-        self._attention: weakref.ref[torch.nn.Module] | None = None
+        self._attention = ModuleReference()
         self.length = 0
         self.starts: Ints = np.zeros(0, dtype=np.int64)
         self._pending: tuple[Tensor, Tensor] | None = None
         self.before: Snapshot | None = None
         self.statistics.chunks = []
         self.__dict__.pop("rows", None)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what was pickled or copied, without what is made of it: a pickle takes views of tensors apart."""
+        vars(self).update(state)
+        if self.is_initialized:
+            self.rows._ahead = self.rows.store.view = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take shapes, dtype and device from the first states ``[B, H, any, D]``.
@@ -311,9 +316,9 @@ class EntropySubbyteLayer(CacheLayerMixin):
         Raises:
             ValueError: another model filled this cache.
         """
-        owner = None if self._attention is None else self._attention()
+        owner = self._attention.module
         if owner is None:
-            self._attention = weakref.ref(module)
+            self._attention = ModuleReference(module)
             self.rows.share_heads(head_ranks(module))
         elif owner is not module:
             raise ValueError("this cache was filled by another model; make a new one for this model")
