@@ -147,7 +147,7 @@ class EntropySubbyteCache(Cache):
         return {index: layer.statistics for index, layer in self.packed_layers.items()}
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write everything that was read so far to a safetensors file, to go on from it later.
+        """Write what all layers hold to a safetensors file, to go on from it later; pending tokens are packed first.
 
         Args:
             path: a file that ends in .safetensors, or a folder.

@@ -147,7 +147,8 @@ class EntropySubbyteLayer(CacheLayerMixin):
         """Add tokens.
 
         Args:
-            key_states: ``[B, H, T, D]``, T at least 1, finite.
+            key_states: ``[B, H, T, D]``, T at least 1, finite; one token on an accelerator is not looked at before its
+                tile is packed.
             value_states: ``[B, H, T, Dv]``.
             *args: ignored, as every cache layer of Transformers does.
             **kwargs: likewise.
@@ -156,7 +157,8 @@ class EntropySubbyteLayer(CacheLayerMixin):
             :class:`PackedKV` keys and values of all tokens so far.
 
         Raises:
-            ValueError: no token, other shapes than before, or a value that is not finite; nothing is stored then.
+            ValueError: no token, other shapes than before, or a value that is not finite, here or in the tile that is
+                due; the cache then takes the whole step back.
             RuntimeError: gradients are wanted.
         """
         self._check_states(key_states, value_states)
