@@ -43,7 +43,7 @@ _SUPPORTED_MODES = (
     GenerationMode.ASSISTED_GENERATION,
 )
 _PER_TOKEN = ("attention_mask", "position_ids", "cache_position")
-_MARK = "_hf_subbyte_moe_wraps"
+_MARK = "_hf_subbyte_moe_wrap"  # of our wraps: themselves; ``functools.wraps`` copies it to the wraps around them
 _generation: Any = GenerationMixin  # Any: their methods are replaced
 _loading: Any = PreTrainedModel
 
@@ -63,16 +63,30 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Undo :func:`register`. Models that were changed stay so; ``restore`` them first."""
+    """Undo :func:`register`. Models that were changed stay so; ``restore`` them first.
+
+    Where somebody has wrapped a method since, our wrap stays below theirs and passes everything through.
+    """
     for name in _NAME_LISTS:
         known = getattr(configuration_utils, name)
         setattr(configuration_utils, name, tuple(entry for entry in known if entry != CACHE_NAME))
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(ATTENTION_NAME, None)
-    wrapped = _generation._prepare_cache_for_generation
-    _generation._prepare_cache_for_generation = getattr(wrapped, _MARK, wrapped)
-    function = _loading.from_pretrained.__func__
-    _loading.from_pretrained = classmethod(getattr(function, _MARK, function))
+    made = _generation._prepare_cache_for_generation
+    if _is_ours(made):
+        _generation._prepare_cache_for_generation = made.__wrapped__
+    made = _loading.from_pretrained.__func__
+    if _is_ours(made):
+        _loading.from_pretrained = classmethod(made.__wrapped__)
+
+
+def _is_ours(function: Any) -> bool:
+    """Whether a method is our wrap itself, not one around it."""
+    return getattr(function, _MARK, None) is function
+
+
+def _is_registered() -> bool:
+    return CACHE_NAME in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
 
 
 def _wrap_prepare_cache(original: Any) -> Any:
@@ -85,6 +99,8 @@ def _wrap_prepare_cache(original: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        if not _is_registered():
+            return original(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
         given = model_kwargs.get(CACHE_KW)
         if given is not None:
             _prepare_given(self, given, generation_config, model_kwargs, generation_mode)
@@ -93,7 +109,7 @@ def _wrap_prepare_cache(original: Any) -> Any:
             return None
         return original(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
 
-    setattr(_prepare_cache_for_generation, _MARK, original)
+    setattr(_prepare_cache_for_generation, _MARK, _prepare_cache_for_generation)
     return _prepare_cache_for_generation
 
 
@@ -240,6 +256,8 @@ def _options_of(name: Any, kwargs: dict[str, Any]) -> Any:
 def _wrap_from_pretrained(original: Any) -> Any:
     @functools.wraps(original)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_registered():
+            return original(cls, *args, **kwargs)
         options = kwargs.pop(CONFIG_KEY, None)
         if options is not None:
             options = SubByteConfig.from_dict(options)
@@ -253,5 +271,5 @@ def _wrap_from_pretrained(original: Any) -> Any:
             apply(model, options, loading)
         return loaded
 
-    setattr(from_pretrained, _MARK, original)
+    setattr(from_pretrained, _MARK, from_pretrained)
     return from_pretrained

@@ -1,5 +1,6 @@
 """What importing does and what ``unregister`` takes back; case A03's "importing twice is harmless"."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import AttentionInterface, Gemma3Config, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers.cache_utils import DynamicCache
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
 import hf_subbyte_moe
-from hf_subbyte_moe.cache import CACHE_NAME
+from hf_subbyte_moe.cache import CACHE_NAME, EntropySubbyteCache
+from hf_subbyte_moe.compat import cache_of
 from hf_subbyte_moe.registration import make_cache
 from support.models import prompt, tiny_model
 
@@ -86,6 +89,40 @@ def test_unregister_and_register_again() -> None:
     assert all(left is not right for left, right in zip(now, wrapped, strict=True))
     assert CACHE_NAME in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     tiny_model().generate(prompt(4), max_new_tokens=1, cache_implementation=CACHE_NAME)
+
+
+def test_unregister_leaves_the_wraps_of_others_in_place() -> None:
+    """``functools.wraps`` copies the attributes of a function, our mark among them."""
+    owners: Any = (GenerationMixin, PreTrainedModel)
+    ours = GenerationMixin._prepare_cache_for_generation, PreTrainedModel.from_pretrained.__func__
+    calls: list[str] = []
+
+    def wrapped(function: Any) -> Any:
+        @functools.wraps(function)
+        def theirs(*args: Any, **kwargs: Any) -> Any:
+            calls.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return theirs
+
+    theirs = tuple(wrapped(function) for function in ours)
+    owners[0]._prepare_cache_for_generation, owners[1].from_pretrained = theirs[0], classmethod(theirs[1])
+    try:
+        hf_subbyte_moe.unregister()
+        assert owners[0]._prepare_cache_for_generation is theirs[0]
+        assert owners[1].from_pretrained.__func__ is theirs[1]
+        model = tiny_model()
+        model.config.hf_subbyte_moe = {"kv_cache": {"default": True}}
+        plain = model.generate(prompt(4), max_new_tokens=1, return_dict_in_generate=True)
+        assert calls == ["_prepare_cache_for_generation"]
+        assert type(cache_of(plain)) is DynamicCache
+        hf_subbyte_moe.register()
+        assert owners[0]._prepare_cache_for_generation is theirs[0]
+        found = model.generate(prompt(4), max_new_tokens=1, return_dict_in_generate=True)
+        assert isinstance(cache_of(found), EntropySubbyteCache)
+    finally:
+        owners[0]._prepare_cache_for_generation, owners[1].from_pretrained = ours[0], classmethod(ours[1])
+        hf_subbyte_moe.register()
 
 
 @pytest.mark.parametrize(
