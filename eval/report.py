@@ -15,7 +15,9 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from hf_subbyte_moe.codecs import codecs
 from hf_subbyte_moe.experts import PREDICTOR_SIDECAR_NAME, Heads
@@ -334,5 +336,14 @@ def main(check: bool, pages: Sequence[Path] = PAGES) -> int:
     return int(check and bool(stale))
 
 
+def command(
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit with 1 where a page or a plot differs from its files.")
+    ] = False,
+) -> None:
+    """Render figures from result files into the pages that show them."""
+    raise typer.Exit(main(check))
+
+
 if __name__ == "__main__":
-    sys.exit(main("--check" in sys.argv[1:]))
+    typer.run(command)

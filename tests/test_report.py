@@ -7,6 +7,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +24,21 @@ def report() -> ModuleType:
 
 def test_no_page_is_stale(report: ModuleType) -> None:
     assert report.main(check=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "asked"),
+    [([], 0, [False]), (["--check"], 1, [True]), (["--chek"], 2, []), (["--help"], 0, []), (["README.md"], 2, [])],
+)
+def test_pages_are_written_for_no_other_words(
+    words: list[str], code: int, asked: list[bool], report: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(report, "main", lambda check: seen.append(check) or int(check))
+    app = typer.Typer()
+    app.command()(report.command)
+    assert CliRunner().invoke(app, words).exit_code == code
+    assert seen == asked
 
 
 def test_every_section_is_shown_somewhere(report: ModuleType) -> None:
