@@ -24,6 +24,7 @@ from hf_subbyte_moe.tasks import FOLDER
 
 REPORT, TABLE, HEAT_MAP = "report.json", "report.md", "needles.png"
 _TABLE_WIDTH = 130
+_WEIGHTS_SEEN = 16  # numbers of each weight
 _PATHS = ("pretrained", "tokenizer", "haystack_file")
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -138,8 +139,18 @@ def _refuse(config: Any) -> None:
         raise ValueError("--wandb_args and --trackio_args are not passed on: their loggers take one run, not several")
 
 
-def _fingerprint(config: Any) -> str:
-    """What a run's documents and answers depend on, its caches and model aside."""
+def _weights_digest(model: torch.nn.Module) -> str:
+    """Tells models of one name apart, wherever they lie: of some numbers of every weight."""
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        if not weight.is_meta:
+            digest.update(weight.detach().flatten()[:_WEIGHTS_SEEN].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _fingerprint(config: Any, model: torch.nn.Module) -> str:
+    """What a run's documents and answers depend on, its caches aside."""
     named = ("metadata", "limit", "samples", "seed", "num_fewshot", "gen_kwargs", "system_instruction")
     said = {name: getattr(config, name) for name in (*named, "apply_chat_template", "model_args")}
     file = config.metadata.get("haystack_file")
@@ -147,7 +158,7 @@ def _fingerprint(config: Any) -> str:
         said["text"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     for name in ("metadata", "model_args"):  # files go by name: they may lie elsewhere on another machine
         said[name] = {key: Path(value).name if key in _PATHS else value for key, value in said[name].items()}
-    whole = json.dumps([said, hf_subbyte_moe.__version__], sort_keys=True, default=str)
+    whole = json.dumps([said, _weights_digest(model), hf_subbyte_moe.__version__], sort_keys=True, default=str)
     return hashlib.sha256(whole.encode()).hexdigest()[:12]
 
 
@@ -169,8 +180,8 @@ def _known(
     for row in rows:
         if row.get("run") != fingerprint:
             raise ValueError(
-                f"the report holds results of {label!r} with other options, documents or another version, which are "
-                "not reused: name another folder, or leave --resume out"
+                f"the report holds results of {label!r} with other options, documents, weights or another version, "
+                "which are not reused: name another folder, or leave --resume out"
             )
     return rows
 
@@ -210,7 +221,7 @@ def run_caches(
     tracker = None
     if config.output_path:
         tracker = EvaluationTracker(**{**config.hf_hub_log_args, "output_path": config.output_path})
-    fingerprint = _fingerprint(config)
+    fingerprint = _fingerprint(config, lm.model)
     rows: list[dict[str, Any]] = []
     for name, options in caches:
         model = Path(str(model_args["pretrained"])).name

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,26 @@ def test_one_run_gives_a_report_a_table_and_a_heat_map(folder: Path, tmp_path: P
     code, _, error = run(folder, tmp_path, *arguments, "--resume", "--metadata", '{"data_seed": 3}')
     assert code != 0
     assert "are not reused" in str(error)
+
+
+@pytest.mark.usefixtures("few_tasks")
+def test_another_model_of_the_same_name_is_not_taken_for_it(folder: Path, tmp_path: Path) -> None:
+    arguments = ["--tasks", "subbyte_needle", "--lengths", "500", "--cache-config", "dynamic", "--resume"]
+    arguments += ["--metadata", '{"num_samples": 1}']
+    same, other = (tmp_path / place / folder.name for place in ("same", "other"))
+    shutil.copytree(folder, same)
+    shutil.copytree(folder, other)
+    model = tiny_model("mixtral")
+    model.get_output_embeddings().weight.data.mul_(2)  # type: ignore[operator,union-attr]
+    model.save_pretrained(other)
+    for place in (folder, same):
+        code, shown, error = run(place, tmp_path / "report", *arguments)
+        assert code == 0, (shown, error)
+    kept = (tmp_path / "report" / "report.json").read_text()
+    code, _, error = run(other, tmp_path / "report", *arguments)
+    assert code != 0
+    assert "with other options, documents, weights or another version" in str(error)
+    assert (tmp_path / "report" / "report.json").read_text() == kept
 
 
 @pytest.mark.usefixtures("few_tasks")
