@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_subbyte_moe
 from hf_subbyte_moe.experts import PlacedExperts, engine_of, memory, placing
@@ -149,7 +149,8 @@ def _state(model: nn.Module) -> dict[str, Any]:
 
 def _fail_in_layer(layer: int, name: str, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """Let a step of moving experts fail once it has come to a layer."""
-    owner: Any = {"write_files": placing, "HostBuffer": weights_module, "put": placing.Swap, "DiskBank": placing}[name]
+    owners = {"HostBuffer": weights_module, "put": placing.Swap, "to": PreTrainedModel}
+    owner: Any = owners.get(name, placing)
     real, calls = getattr(owner, name), iter(range(layer))
 
     def failing(*given: Any) -> Any:
@@ -167,9 +168,11 @@ def _fail_in_layer(layer: int, name: str, monkeypatch: pytest.MonkeyPatch, error
         (DISK, "write_files", 2),
         (DISK, "DiskBank", 0),
         (DISK, "put", 1),
+        (DISK, "to", 0),
         (OFFLOAD, "HostBuffer", 2),
         (OFFLOAD, "put", 0),
         (OFFLOAD, "put", 2),
+        (OFFLOAD, "to", 0),
     ],
 )
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "stop"])
