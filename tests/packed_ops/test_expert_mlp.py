@@ -4,7 +4,7 @@ Accuracy: the error of a kernel is at most twice that of PyTorch's products in t
 the interpreter where there is no CUDA device.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from subbyte_kernels.expert_mlp import (
     SharedExpert,
     cuda_kernel,
     expert_mlp_reference,
+    select,
     triton_kernel,
     workspace_bytes,
 )
@@ -148,6 +149,19 @@ def test_a_place_in_the_ring_belongs_to_one_team() -> None:
 def test_activations(kernel: Any, activation: str) -> None:
     call = expert_call(layout("model", 32, 32, torch.float16), activation=activation)
     check(kernel, call, 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_a_device_that_is_not_the_current_one(backend: str) -> None:
+    call = expert_call(layout("model", 32, 32, torch.float16))
+    there = {field.name: getattr(call, field.name) for field in fields(call)}
+    moved = ExpertCall(
+        **{key: value.to("cuda:1") if isinstance(value, Tensor) else value for key, value in there.items()}
+    )
+    assert torch.cuda.current_device() == 0
+    assert error(select.expert_mlp(moved, backend=backend).to(DEVICE), exact(call)) <= 1e-3
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 ``reference.py`` defines it, ``triton_kernel.py`` computes it on a GPU.
 """
 
+import torch
 from torch import Tensor
 
 from subbyte_kernels.attention_statistics.reference import (
@@ -47,7 +48,8 @@ def probe_attention(
     """Attention of sampled queries with the kernel where it can, else the reference; arguments as there."""
     given = (query, keys, values, visible, scaling, softcap, sink_logits)
     if _runs(query, keys, values):
-        return ProbeResult(*probe_attention_triton(*given))
+        with torch.cuda.device_of(keys):  # Triton launches on the current device
+            return ProbeResult(*probe_attention_triton(*given))
     return probe_attention_reference(*given)
 
 
@@ -63,5 +65,6 @@ def attention_statistics(
     """Mass and weights with the kernel where it can, else the reference; arguments as there."""
     given = (query, query_index, lse, keys, first_index, scaling, softcap)
     if _runs(query, keys):
-        return TokenStatistics(*token_statistics_triton(*given))
+        with torch.cuda.device_of(keys):
+            return TokenStatistics(*token_statistics_triton(*given))
     return attention_statistics_reference(*given)
