@@ -18,9 +18,10 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the package beside this file, wherever we are run
 
+from commits import commit_of
 from quality.caches import CONTROL
 from quality.config import ROOT, QualityConfig, read_config
-from quality.harness import Only, Run, commit_of
+from quality.harness import Only, Run
 from quality.rows import ResultFile, Row, control_failures
 
 
