@@ -7,7 +7,6 @@ either: ``GenerationMixin._prepare_cache_for_generation`` builds caches, ``PreTr
 
 import copy
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -198,15 +197,9 @@ def _bring_sidecars(model: Any, options: SubByteConfig, hub: dict[str, Any]) -> 
     if options.kv_cache is not None and options.kv_cache.sidecar is None:
         remember_sidecar(name, _fetch(name, SIDECAR_NAME, hub))
     if options.routing is not None and options.routing.sidecar is None and options.routing.needs_clusters:
-        _bring(name, ROUTING_SIDECAR_NAME, hub, remember_routing_sidecar)
+        remember_routing_sidecar(name, _fetch(name, ROUTING_SIDECAR_NAME, hub))
     if options.experts is not None and options.experts.wants_sidecar:
-        _bring(name, PREDICTOR_SIDECAR_NAME, hub, remember_predictor_sidecar)
-
-
-def _bring(name: str, file: str, hub: dict[str, Any], remember: Callable[[str, Path], None]) -> None:
-    path = _fetch(name, file, hub)
-    if path is not None:
-        remember(name, path)
+        remember_predictor_sidecar(name, _fetch(name, PREDICTOR_SIDECAR_NAME, hub))
 
 
 def _fetch(name: str, file: str, hub: dict[str, Any]) -> Path | None:

@@ -15,9 +15,13 @@ from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
 import hf_subbyte_moe
+from hf_subbyte_moe import policy
 from hf_subbyte_moe.cache import CACHE_NAME, EntropySubbyteCache
 from hf_subbyte_moe.compat import cache_of
-from hf_subbyte_moe.registration import make_cache
+from hf_subbyte_moe.config import ExpertsConfig, RoutingConfig, SubByteConfig
+from hf_subbyte_moe.experts import heads as experts_heads
+from hf_subbyte_moe.registration import _bring_sidecars, make_cache
+from hf_subbyte_moe.routing import choice as routing_choice
 from support.models import prompt, tiny_model
 
 
@@ -154,6 +158,42 @@ def test_a_cache_is_made_from_all_of_a_composite_config(monkeypatch: pytest.Monk
     model: Any = SimpleNamespace(config=config, _supports_default_dynamic_cache=lambda: True)
     make_cache(model)
     assert seen == [config]
+
+
+def test_a_sidecar_is_looked_for_beside_all_of_a_composite_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    known = policy.resolve
+    monkeypatch.setattr(
+        "hf_subbyte_moe.cache.cache.resolve", lambda config, options: (seen.append(config), known(config, options))[1]
+    )
+    config = Gemma3Config(name_or_path="somebody/some-model")
+    EntropySubbyteCache(config)
+    assert seen == [config]
+
+
+@pytest.mark.parametrize(
+    ("options", "file"),
+    [
+        (SubByteConfig(routing=RoutingConfig(mode="soft")), "routing.safetensors"),
+        (SubByteConfig(experts=ExpertsConfig(placement="offload")), "experts.safetensors"),
+    ],
+)
+def test_a_revision_without_a_sidecar_does_not_take_another_ones(
+    options: SubByteConfig, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remembered = {**routing_choice._FETCHED}, {**experts_heads._FETCHED}
+    name = "somebody/some-model"
+    model: Any = SimpleNamespace(config=SimpleNamespace(name_or_path=name))
+    monkeypatch.setattr(
+        "hf_subbyte_moe.registration.cached_file",
+        lambda name, file, revision, **_: f"/{revision}/{file}" if revision == "a" else None,
+    )
+    held = routing_choice._FETCHED if options.routing is not None else experts_heads._FETCHED
+    _bring_sidecars(model, options, {"revision": "a"})
+    assert held[name] == Path("/a") / file
+    _bring_sidecars(model, options, {"revision": "b"})
+    assert name not in held
+    assert remembered == (routing_choice._FETCHED, experts_heads._FETCHED)
 
 
 @pytest.mark.parametrize("mask", [[[1, 1, 1, 0]], [[0, 1, 0, 1]]])

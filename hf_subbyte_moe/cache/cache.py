@@ -45,9 +45,9 @@ class EntropySubbyteCache(Cache):
             ValueError: an unknown or impossible option, or a model that this cache does not support.
         """
         self.kv_config = KVCacheConfig.from_dict(options, section="cache_config")
-        config = config.get_text_config(decoder=True)
+        whole, config = config, config.get_text_config(decoder=True)
         refuse_unsupported(config)
-        policy_name, calibration = resolve(config, self.kv_config)
+        policy_name, calibration = resolve(whole, self.kv_config)  # a part does not know its folder
         self.kv_config = replace(self.kv_config, policy=policy_name)
         self._model = {key: getattr(config, key, None) for key in _MODEL_KEYS}
         latent = _is_latent(config)

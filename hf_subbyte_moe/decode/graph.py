@@ -96,7 +96,8 @@ class GraphedStep:
             fused: computes what it can in place of the model's forward.
         """
         self.steps = CacheSteps(cache)
-        self._ids, self._positions = torch.empty_like(ids), torch.empty_like(positions)
+        with torch.inference_mode(False):  # later steps may be outside it
+            self._ids, self._positions = torch.empty_like(ids), torch.empty_like(positions)
         self._room, self._fused = room, fused
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output: ModelOutput | None = None

@@ -23,9 +23,12 @@ _KEY, _VERSION = "hf_subbyte_moe_experts", 1
 _FETCHED: dict[str, Path] = {}  # by repository
 
 
-def remember_predictor_sidecar(name: str, path: Path) -> None:
-    """Where the sidecar of a Hub repository was put."""
-    _FETCHED[name] = path
+def remember_predictor_sidecar(name: str, path: Path | None) -> None:
+    """Where the sidecar of a Hub repository was put; None: the revision that was loaded has none."""
+    if path is None:
+        _FETCHED.pop(name, None)
+    else:
+        _FETCHED[name] = path
 
 
 def find_sidecar(model: PreTrainedModel, config: ExpertsConfig) -> Path | None:

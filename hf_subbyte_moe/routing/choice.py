@@ -20,9 +20,12 @@ DEFAULT_CLUSTERS = 8
 _FETCHED: dict[str, Path] = {}  # by repository
 
 
-def remember_routing_sidecar(name: str, path: Path) -> None:
-    """Where the cluster file of a Hub repository was put."""
-    _FETCHED[name] = path
+def remember_routing_sidecar(name: str, path: Path | None) -> None:
+    """Where the cluster file of a Hub repository was put; None: the revision that was loaded has none."""
+    if path is None:
+        _FETCHED.pop(name, None)
+    else:
+        _FETCHED[name] = path
 
 
 def model_facts(model: PreTrainedModel, places: list[RouterPlace]) -> dict[str, Any]:

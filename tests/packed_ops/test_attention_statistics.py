@@ -54,6 +54,19 @@ def test_mass_and_weight_are_those_of_the_dense_softmax(group: int, first: int, 
     assert_same(stats, *expected(probabilities, 2, first, last))
 
 
+def test_the_default_dtype_changes_nothing() -> None:
+    query, index, keys = row(2, 40, [39, 10])
+    _, lse = dense(query, index, keys)
+    before = attention_statistics_reference(query, index, lse.float(), keys, 0, SCALING)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        after = attention_statistics_reference(query, index, lse.float(), keys, 0, SCALING)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(before.mass, after.mass)
+    assert torch.equal(before.weight, after.weight)
+
+
 def test_the_mass_of_everything_is_one() -> None:
     query, index, keys = row(2, 40, [39, 10])
     _, lse = dense(query, index, keys)

@@ -99,8 +99,8 @@ def attention_statistics_reference(
     samples = query.shape[1]
     rows = query.float().reshape(heads, -1, dim) * scaling
     rows_lse = lse.reshape(heads, -1, 1)
-    mass = torch.zeros(heads, device=keys.device)
-    weight = torch.empty(heads, tokens, device=keys.device)
+    mass = torch.zeros(heads, dtype=torch.float32, device=keys.device)
+    weight = torch.empty(heads, tokens, dtype=torch.float32, device=keys.device)
     group = rows.shape[1] // samples
     for start in range(0, tokens, _BLOCK_TOKENS):
         part = keys[:, start : start + _BLOCK_TOKENS]

@@ -77,10 +77,11 @@ class _Softmax:
 
     def __init__(self, rows: torch.Size, value_dim: int, device: torch.device, sink: Tensor | None) -> None:
         """``sink``: ``[1, H, R]`` logits that take part without a value, or None."""
-        self.maximum = torch.full(rows, -torch.inf, device=device) if sink is None else sink.expand(rows).clone()
-        self.total = torch.full(rows, 0.0 if sink is None else 1.0, device=device)
-        self.score = torch.zeros(rows, device=device) if sink is None else self.maximum.clone()
-        self.output = torch.zeros(*rows, value_dim, device=device)
+        nothing = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.maximum = nothing - torch.inf if sink is None else sink.expand(rows).clone()
+        self.total = nothing if sink is None else nothing + 1
+        self.score = nothing.clone() if sink is None else self.maximum.clone()
+        self.output = nothing.new_zeros(*rows, value_dim)
 
     def absorb(
         self, scores: Tensor, values: Tensor, value_scales: Tensor | None, value_mean: Tensor | None = None
@@ -140,17 +141,17 @@ def gather_block(side: PackedTiles, first: int, last: int, dtype: torch.dtype) -
                 decoded = decoded - side.mean.flatten(0, 1)[unit].unsqueeze(1)
             decoded, scale = decoded @ side.rotation.t(), None
         if scale is None:
-            scale = torch.ones(decoded.shape[:2], device=device)
+            scale = torch.ones(decoded.shape[:2], dtype=torch.float32, device=device)
         if len(chosen) == len(flat):
             values, scales = decoded, scale
             break
         if values is None or scales is None:
-            values = torch.zeros(len(flat), TILE_TOKENS, dim, device=device)
-            scales = torch.zeros(len(flat), TILE_TOKENS, device=device)
+            values = torch.zeros(len(flat), TILE_TOKENS, dim, dtype=torch.float32, device=device)
+            scales = torch.zeros(len(flat), TILE_TOKENS, dtype=torch.float32, device=device)
         values[chosen], scales[chosen] = decoded, scale
     if values is None or scales is None:  # no row has a tile here
-        values = torch.zeros(len(flat), TILE_TOKENS, dim, device=device)
-        scales = torch.zeros(len(flat), TILE_TOKENS, device=device)
+        values = torch.zeros(len(flat), TILE_TOKENS, dim, dtype=torch.float32, device=device)
+        scales = torch.zeros(len(flat), TILE_TOKENS, dtype=torch.float32, device=device)
     return values.view(batch, heads, -1, dim), scales.view(batch, heads, 1, -1)
 
 

@@ -54,7 +54,8 @@ class Scratch:
         """Zeros; the same tensor for the same request, and never freed while the scratch is there."""
         key = (kind, size, dtype, device)
         if key not in self._held:
-            self._held[key] = torch.zeros(size, dtype=dtype, device=f"cuda:{device}")
+            with torch.inference_mode(False):  # it outlives the call
+                self._held[key] = torch.zeros(size, dtype=dtype, device=f"cuda:{device}")
         return self._held[key]
 
 
@@ -75,7 +76,8 @@ class _SteadyPlan(Plan):
         rows, heads, tiles = host[0].shape
         if self._buffer is None or self._buffer.shape[-1] < tiles:
             shape = (2, rows, heads, tiles + tiles_ahead(tiles))
-            self._buffer = torch.empty(shape, dtype=torch.int32, device=keys.pages.device)
+            with torch.inference_mode(False):
+                self._buffer = torch.empty(shape, dtype=torch.int32, device=keys.pages.device)
         padded = np.full(tuple(self._buffer.shape), NO_PAGE, dtype=np.int32)
         padded[..., :tiles] = np.stack(host)
         self._buffer.copy_(torch.from_numpy(padded), non_blocking=True)
@@ -132,7 +134,8 @@ class _SteadyLaunch(_Launch):
         slots = nvrtc.device_limits(variant.device)[0] * variant.config.blocks_per_sm
         count = pairs[0] * pairs[1]
         blocks = max(count, slots if 2 * count <= slots else _MOST_WAVES * slots)
-        self._work = torch.empty(blocks, 8, dtype=torch.int32, device=f"cuda:{variant.device}")
+        with torch.inference_mode(False):
+            self._work = torch.empty(blocks, 8, dtype=torch.int32, device=f"cuda:{variant.device}")
         self._list(plan, costs)
         return self._work.data_ptr(), blocks, 1, (blocks, 1, 1)
 

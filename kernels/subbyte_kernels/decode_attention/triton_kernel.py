@@ -137,7 +137,8 @@ class _Side(NamedTuple):
 def _nothing(device: torch.device) -> _Side:
     """Something of the right types that is never read."""
     nothing = torch.empty(1, 1, 0, dtype=torch.int32, device=device)
-    return _Side((), nothing, (nothing,), (nothing,), ((0, 0, 0),), torch.empty(0, device=device), False)
+    mean = torch.empty(0, dtype=torch.float32, device=device)
+    return _Side((), nothing, (nothing,), (nothing,), ((0, 0, 0),), mean, False)
 
 
 def _side(side: PackedTiles, dtype: torch.dtype) -> _Side:
@@ -154,7 +155,9 @@ def _side(side: PackedTiles, dtype: torch.dtype) -> _Side:
         pools.append(pool)
         tables.append(table)
         strides.append((pool.stride(0), row, head))
-    mean = torch.empty(0, device=side.pages.device) if side.mean is None else side.mean.contiguous()
+    mean = (
+        torch.empty(0, dtype=torch.float32, device=side.pages.device) if side.mean is None else side.mean.contiguous()
+    )
     return _Side(tuple(tiers), side.pages, tuple(pools), tuple(tables), tuple(strides), mean, side.mean is not None)
 
 
@@ -209,13 +212,13 @@ class _Queries(NamedTuple):
 def _queries(query: Tensor, dims: list[int], parts: tuple[PackedTiles, ...], heads: int) -> _Queries:
     pieces = tuple(piece.reshape(-1, piece.shape[-1]).contiguous() for piece in query.split(dims, dim=-1))
     if not parts:
-        nothing = (torch.empty(0, device=query.device),) * len(pieces)
+        nothing = (torch.empty(0, dtype=torch.float32, device=query.device),) * len(pieces)
         return _Queries(pieces, nothing, nothing)
     rotated, products = [], []
     for piece, part in zip(pieces, parts, strict=True):
         rows = piece.float().view(len(query), heads, -1, part.head_dim)
         if part.mean is None:
-            products.append(torch.zeros(rows.shape[:3], device=query.device))
+            products.append(torch.zeros(rows.shape[:3], dtype=torch.float32, device=query.device))
         else:
             products.append((rows @ part.mean.unsqueeze(-1)).contiguous())
         rotated.append((rows @ part.rotation.t()).contiguous())
@@ -263,9 +266,9 @@ def _attend(
     rotated_parts = tile_parts * (rotated_tiers > 0)
     count = rotated_parts + plain_parts + 1
     scratch = _Parts(
-        torch.empty(count, rows, device=device),
-        torch.empty(count, rows, device=device),
-        torch.empty(count, rows, width, device=device),
+        torch.empty(count, rows, dtype=torch.float32, device=device),
+        torch.empty(count, rows, dtype=torch.float32, device=device),
+        torch.empty(count, rows, width, dtype=torch.float32, device=device),
         rotated_parts,
     )
     pads = tuple(_padded(dim) for dim in dims)
