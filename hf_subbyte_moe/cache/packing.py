@@ -467,6 +467,7 @@ class PackedRows:
             factors=self.codecs.balance.factors,
             settled=[list(row) for row in self.settled],
             chunks=[list(row) for row in self._statistics.chunks],
+            moments=self.codecs.moments(),
             window=buffers,
         )
 
@@ -481,6 +482,7 @@ class PackedRows:
                 self.store.truncate(row, tiles)
         self.lengths, self.codecs.frozen = before.lengths, before.frozen
         self.window.keys = self.codecs.balance_again(before.factors, self.window.keys)
+        self.codecs.see_again(before.moments)
         if before.window is not None:
             self.window.keys, self.window.values = before.window
         self.settled, self._statistics.chunks = before.settled, before.chunks

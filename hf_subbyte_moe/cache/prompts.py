@@ -58,6 +58,7 @@ class RowsSnapshot:
         factors: ``[B, H, D]`` by which keys are divided, or None.
         settled: per row what was settled.
         chunks: per row what was measured.
+        moments: of the queries that rows have seen, and how many these were; None where they do not count.
         window: keys and values of the exact tokens; None where the step cannot overwrite one.
     """
 
@@ -67,6 +68,7 @@ class RowsSnapshot:
     factors: Tensor | None
     settled: list[list[tuple[NDArray[np.int64], int]]]
     chunks: list[list[ChunkStatistics]]
+    moments: tuple[Tensor, Ints] | None
     window: tuple[Tensor, Tensor] | None
 
 

@@ -139,6 +139,17 @@ class RowCodecs:
         self._seen[row] += tokens
         self._shapings.pop(row, None)
 
+    def moments(self) -> tuple[Tensor, NDArray[np.int64]] | None:
+        """What :meth:`see_again` takes: moments of the queries that were seen, and how many these were."""
+        return (self._moments.clone(), self._seen.copy()) if self._by_queries else None
+
+    def see_again(self, before: tuple[Tensor, NDArray[np.int64]] | None) -> None:
+        """Know the queries of before."""
+        if before is not None:
+            for row in np.flatnonzero(self._seen != before[1]).tolist():
+                self._shapings.pop(row, None)
+            self._moments, self._seen = before
+
     def fit_balance(self, row: int, key: Tensor) -> bool:
         """Choose a row's factors by its keys ``[H, N, D]``; whether it needs some and had none."""
         if not self.balance.fit(row, key):

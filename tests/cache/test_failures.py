@@ -77,9 +77,10 @@ def test_a_failing_attention_call_takes_the_step_back(
         torch.testing.assert_close(run(model, cache, ids), run(model, twin, ids), rtol=0, atol=0)
 
 
-def test_a_failing_measurement_takes_the_step_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("codebook", ["universal", "queries"])
+def test_a_failing_measurement_takes_the_step_back(codebook: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = hf_subbyte_moe.apply(tiny_model("llama"))
-    cache = EntropySubbyteCache(model.config, bits=4.5, window=8)
+    cache = EntropySubbyteCache(model.config, bits=4.5, window=8, codebook=codebook)
     run(model, cache, prompt(300))
     twin = copy.deepcopy(cache)
 
@@ -91,6 +92,9 @@ def test_a_failing_measurement_takes_the_step_back(monkeypatch: pytest.MonkeyPat
         run(model, cache, prompt(200, seed=4))
     monkeypatch.undo()
     assert lengths(cache) == [300, 300]
+    for layer, other in zip(cache.layers, twin.layers, strict=True):
+        assert torch.equal(layer.rows.codecs._moments, other.rows.codecs._moments)
+        assert layer.rows.codecs._seen.tolist() == other.rows.codecs._seen.tolist()
     ids = prompt(200, seed=4)
     torch.testing.assert_close(run(model, cache, ids), run(model, twin, ids), rtol=0, atol=0)
 
