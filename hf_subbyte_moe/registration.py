@@ -128,6 +128,7 @@ def _prepare_given(
         generation_config.cache_implementation = None
     if isinstance(given, EntropySubbyteCache):
         _check_call(generation_config, model_kwargs, mode)
+        given.check_padding(model_kwargs.get("attention_mask"))
         use_packed_attention(model)
         remember_cache(model, given)
 

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from hf_subbyte_moe.cache.journal import StepJournal
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer, check_widths
+from hf_subbyte_moe.cache.masks import check_padding
 from hf_subbyte_moe.cache.prompts import LayerStatistics
 from hf_subbyte_moe.cache.saving import cache_file, fill_cache, other_tensors, read_file, save_cache
 from hf_subbyte_moe.compat import last_storing_layer
@@ -183,6 +184,18 @@ class EntropySubbyteCache(Cache):
         """Bytes of keys, values and states in the layers that do not pack."""
         others = [layer for layer in self.layers if not isinstance(layer, EntropySubbyteLayer)]
         return sum(tensor.nbytes for layer in others for tensor in other_tensors(layer).values())
+
+    def check_padding(self, attention_mask: Tensor | None) -> None:
+        """Refuse a ``generate`` whose mask ``[B, tokens]`` has other padding than the stored tokens.
+
+        A captured step reads no mask, so this is where a changed one is seen.
+
+        Raises:
+            ValueError: it hides or shows other columns.
+        """
+        layer = next((layer for layer in self.packed_layers.values() if layer.is_initialized and layer.length), None)
+        if attention_mask is not None and attention_mask.ndim == 2 and layer is not None:
+            check_padding(attention_mask, layer)
 
     def allocated_bytes(self) -> int:
         """Bytes of everything that the layers hold, spare capacity included."""

@@ -46,6 +46,22 @@ def row_starts(attention_mask: Tensor | None, batch: int, layer: EntropySubbyteL
     return np.asarray(starts)
 
 
+def check_padding(attention_mask: Tensor, layer: EntropySubbyteLayer) -> None:
+    """Refuse a call's mask that does not show each row's stored tokens and hide its padding.
+
+    Args:
+        attention_mask: ``[B, any]``, 0 hides. Of more or fewer rows than are stored: nothing is checked here.
+        layer: which has stored tokens.
+
+    Raises:
+        ValueError: it hides or shows other columns.
+    """
+    shown = attention_mask[:, : layer.length] != 0
+    real = _real(layer)[:, : shown.shape[1]]
+    if len(shown) == len(real) and not torch.equal(shown.to(real.device), real):
+        raise ValueError(_WRONG)
+
+
 def check_step(attention_mask: Tensor | None, layer: EntropySubbyteLayer) -> None:
     """Refuse a mask of one stored query that does not show all of each row's tokens, and nothing else.
 

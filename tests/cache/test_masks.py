@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, DynamicCache
 import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache, masks
 from hf_subbyte_moe.compat import CACHE_KW, cache_of
+from hf_subbyte_moe.decode import runner
 from support.models import left_padded, prompt, tiny_model
 
 
@@ -100,14 +101,22 @@ def test_new_tokens_see_each_other_as_the_mask_says(family: str, tokens: int, he
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
 
 
-def test_a_returned_cache_does_not_go_on_with_other_padding() -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_returned_cache_does_not_go_on_with_other_padding(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where steps are captured, which read no mask."""
     model = tiny_model("llama")
+    if captured:
+        monkeypatch.setattr(runner, "_UNGRAPHED", ("cpu",))
+        hf_subbyte_moe.apply(model, {"decode": {"cuda_graph": True}})
     options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
     made = model.generate(prompt(300), cache_implementation="entropy_subbyte", cache_config=EXACT, **options)
     mask = torch.ones_like(made.sequences)
     mask[:, :200] = 0
     with pytest.raises(ValueError, match="left padding only, and the same in every call"):
         model.generate(made.sequences, attention_mask=mask, **{CACHE_KW: cache_of(made)}, **options)
+    mask[:, :200] = 1
+    again = model.generate(made.sequences, attention_mask=mask, **{CACHE_KW: cache_of(made)}, **options)
+    assert again.sequences.shape[1] == 304
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
