@@ -8,6 +8,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the files beside this one, wherever we are run
@@ -200,7 +203,16 @@ def claim_rules() -> str:
 SECTIONS: dict[str, Callable[[], str]] = {"claims": claims, "claim_rules": claim_rules}
 
 
-if __name__ == "__main__":
-    import report
+def command(
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit with 1 where the page differs from its files.")
+    ] = False,
+) -> None:
+    """Render the claims, and all else that README.md shows, from result files."""
+    import report  # which imports this module
 
-    sys.exit(report.main("--check" in sys.argv[1:], [ROOT / "README.md"]))
+    raise typer.Exit(report.main(check, [ROOT / "README.md"]))
+
+
+if __name__ == "__main__":
+    typer.run(command)

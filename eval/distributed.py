@@ -33,7 +33,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the package beside this file, wherever we are run
 
-from quality.harness import commit_of
+from commits import commit_of
 
 import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the package beside this file, wherever we are run
 
-from quality.harness import commit_of
+from commits import commit_of
 from quality.tasks import encode, read_texts
 
 import hf_subbyte_moe

@@ -24,6 +24,11 @@ def _cell(row: Row) -> tuple[str, str, int, int]:
     return row["model"], row["weights"], row["batch"], row["context"]
 
 
+def _policy(row: Row) -> str:
+    """What chose the tiers, of a system that has some."""
+    return "" if row["system"] in _STOCK else f", `{row['policy']}`"
+
+
 def table(result: dict[str, Any]) -> str:
     """Every row."""
     if not result["rows"]:
@@ -37,8 +42,8 @@ def table(result: dict[str, Any]) -> str:
         step = "-" if row["ms_step"] is None else f"{row['ms_step']:.2f}"
         first = "-" if row["first_ms"] is None else f"{row['first_ms']:.0f}"
         lines.append(
-            f"| {name} {weights}, batch {batch}, {context:,} tokens | {row['system']} | {row['ms_generate']:.2f} | "
-            f"{row['ms_mean']:.2f} | {step} | {row['share_of_roofline']:.0%} | {first} | "
+            f"| {name} {weights}, batch {batch}, {context:,} tokens | {row['system']}{_policy(row)} | "
+            f"{row['ms_generate']:.2f} | {row['ms_mean']:.2f} | {step} | {row['share_of_roofline']:.0%} | {first} | "
             f"{row['peak_gb']:.1f} |"
         )
     conditions = dict(result["conditions"])

@@ -28,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the package besi
 
 from baselines.peers import MinMaxSide
 from baselines.simulated import Baseline, Side, SimulatedCache
+from commits import commit_of
 from quality.config import ModelEntry
-from quality.harness import commit_of, load
+from quality.harness import load
 from quality.scoring import compare, joined, summary
 from quality.tasks import Sequences, encode, read_texts, text_sequences
 

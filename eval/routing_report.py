@@ -7,6 +7,7 @@ from typing import Any
 from quality.report import Row, digest, table
 
 
+CONFIG = Path(__file__).with_name("configs") / "routing.json"
 CLAIM = 0.85  # of transitions, the documents say
 _NATIVE, _SOFT, _HARD = "native", "soft", "hard"
 _COMPARED = ("random", "index")
@@ -237,6 +238,7 @@ def _verdict(rows: list[Row]) -> str:
         reached = sorted((row for row in own if row["transitions_local"] >= CLAIM), key=lambda row: row["dnll"])
         free = max((row for row in own if row["mode"] == _NATIVE), key=lambda row: row["transitions_local"])
         best = max(own, key=lambda row: row["transitions_local"])
+        copies = f" with {free['replicas']} replicas" if free["replicas"] else ""
         if reached:
             least = reached[0]
             unaided = [row for row in reached if not row["replicas"]]
@@ -244,12 +246,12 @@ def _verdict(rows: list[Row]) -> str:
             said.append(
                 f"With {domains} domains it is reached{held} at {least['dnll']:+.4f} nats a token"
                 + ("" if unaided or not least["replicas"] else ", and not without replicas")
-                + f"; placement alone, which changes no token, gives {free['transitions_local']:.0%}."
+                + f"; placement alone, which changes no token, gives {free['transitions_local']:.0%}{copies}."
             )
         else:
             said.append(
                 f"With {domains} domains it is not reached: {best['transitions_local']:.0%} at {best['dnll']:+.4f} "
-                f"nats is the most that was measured, {free['transitions_local']:.0%} without changing a token."
+                f"nats is the most that was measured, {free['transitions_local']:.0%}{copies} where no token changes."
             )
     return f'The documents\' "{CLAIM:.0%} of transitions inside a node", on this model: ' + " ".join(said)
 
@@ -257,8 +259,13 @@ def _verdict(rows: list[Row]) -> str:
 def _conditions(rows: list[Row]) -> str:
     tokens = sorted({row["n_tokens"] for row in rows})
     commits = ", ".join(sorted({row["commit"] for row in rows}))
-    native = f"{rows[0]['needle_native']:.2f}, busiest expert {rows[0]['load_native']:.2f}"
+    error = "one standard error"
+    if any("n_texts" not in row for row in rows):
+        error += " over tokens, which is too small: a text's tokens depend on each other"
+    asked = json.loads(CONFIG.read_text(encoding="utf-8"))
+    prompts = f"of {asked['prompts']} prompts of {asked['needle_context']} tokens"
+    native = f"{rows[0]['needle_native']:.2f} {prompts}, busiest expert {rows[0]['load_native']:.2f}"
     return (
         f"Reference model (16 experts, 2 a token, 8 layers), {', '.join(f'{count:,}' for count in tokens)} held-out "
-        f"tokens; ± one standard error; native: needle {native}; commit {commits}."
+        f"tokens; ± {error}; native: needle {native}; commit {commits}."
     )

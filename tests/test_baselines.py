@@ -2,10 +2,7 @@
 
 import importlib
 import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +14,9 @@ from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.patching import use_packed_attention
 from support.models import CONFIGS, prompt, tiny_model
+from support.scripts import EVAL, scripts_of
 
 
-EVAL = Path(__file__).parents[1] / "eval"
 MODULES = ("simulated", "peers", "ours", "stock")
 OPTIONS: dict[str, dict[str, Any]] = {
     "kivi": {"nbits": 2, "group_size": 16},
@@ -35,13 +32,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def baselines() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EVAL))
-        whole = importlib.import_module("baselines")
-        parts = {name: importlib.import_module(f"baselines.{name}") for name in MODULES}
-        yield SimpleNamespace(BASELINES=whole.BASELINES, MissingPackageError=whole.MissingPackageError, **parts)
-        for name in [name for name in sys.modules if name.split(".")[0] == "baselines"]:
-            sys.modules.pop(name)
+    with scripts_of(EVAL, "baselines", *(f"baselines.{name}" for name in MODULES)) as found:
+        found.BASELINES, found.MissingPackageError = found.baselines.BASELINES, found.baselines.MissingPackageError
+        yield found
 
 
 def states(tokens: int, head_dim: int = 64, rows: int = 2, seed: int = 0) -> Tensor:

@@ -1,12 +1,9 @@
 """The benchmark of experts and routers, as far as it needs no GPU."""
 
 import dataclasses
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +12,9 @@ import torch
 from subbyte_kernels import nvrtc
 from subbyte_kernels.expert_mlp import ExpertCall, ExpertLayout, config, expert_mlp_reference
 from subbyte_kernels.expert_mlp.cuda_kernel import SOURCE, variant_of
+from support.scripts import BENCHMARKS, scripts_of
 
 
-FOLDER = Path(__file__).parents[1] / "kernels" / "benchmarks"
 SCRIPTS = (
     "shapes",
     "inputs",
@@ -38,11 +35,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in SCRIPTS})
-        for name in SCRIPTS:
-            sys.modules.pop(name)
+    with scripts_of(BENCHMARKS, *SCRIPTS) as found:
+        yield found
 
 
 @pytest.fixture

@@ -1,11 +1,8 @@
 """The benchmark scripts, as far as they need no GPU."""
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +12,9 @@ from typer.testing import CliRunner
 
 from subbyte_kernels.decode_attention import decode_attention_reference
 from subbyte_kernels.formats import TILE_TOKENS, page_slots, page_tiers
+from support.scripts import BENCHMARKS, scripts_of
 
 
-FOLDER = Path(__file__).parents[1] / "kernels" / "benchmarks"
 SCRIPTS = ("shapes", "inputs", "gate", "timing", "baselines", "results", "plot", "limits", "tune", "run")
 CPU = torch.device("cpu")
 CONDITIONS = {
@@ -34,11 +31,8 @@ CONDITIONS = {
 
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in SCRIPTS})
-        for name in SCRIPTS:
-            sys.modules.pop(name)
+    with scripts_of(BENCHMARKS, *SCRIPTS) as found:
+        yield found
 
 
 def small(scripts: Any, context: int = 4640) -> Any:

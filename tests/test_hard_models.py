@@ -1,31 +1,24 @@
 """Models whose keys break low-bit caches: what the changes keep, and that ours hold where stock ones fall apart."""
 
-import importlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from support.models import prompt, tiny_model
+from support.scripts import EVAL, scripts_of
 
 
-EVAL = Path(__file__).parents[1] / "eval"
 CONTEXT, STEPS, TEXTS = 640, 20, 3
 STOCK = {"cache": "min-max", "nbits": 4}
 
 
 @pytest.fixture(scope="module")
 def quality() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EVAL))
-        names = ("quality.harness", "quality.config", "quality.tasks", "baselines.hard_models")
-        yield SimpleNamespace(**{name.split(".")[1]: importlib.import_module(name) for name in names})
-        for name in [name for name in sys.modules if name.split(".")[0] in ("quality", "baselines")]:
-            sys.modules.pop(name)
+    names = ("quality.harness", "quality.config", "quality.tasks", "baselines.hard_models")
+    with scripts_of(EVAL, *names) as found:
+        yield found
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2", "qwen2_moe"])

@@ -20,6 +20,7 @@ def row(system: str, ms: float, context: int = 1024) -> dict[str, Any]:
         "context": context,
         "batch": 1,
         "system": system,
+        "policy": "uniform:vq2",
         "ms_generate": ms,
         "ms_mean": ms + 1,
         "ms_step": None if "static" in system else ms / 2,

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import math
 import string
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -23,9 +22,9 @@ from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.patching import use_packed_attention
 from support.models import VOCABULARY, tiny_model
+from support.scripts import EVAL, scripts_of
 
 
-EVAL = Path(__file__).parents[1] / "eval"
 MODULES = ("tasks", "caches", "config", "scoring", "rows", "harness")
 TEXTS = [string.printable.replace("\n", " ") * 9 + str(number) * 40 for number in range(6)]
 
@@ -44,11 +43,8 @@ class Letters:
 
 @pytest.fixture(scope="module")
 def quality() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EVAL))
-        yield SimpleNamespace(**{name: importlib.import_module(f"quality.{name}") for name in MODULES})
-        for name in [name for name in sys.modules if name.split(".")[0] in ("quality", "baselines")]:
-            sys.modules.pop(name)
+    with scripts_of(EVAL, *(f"quality.{name}" for name in MODULES)) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,8 @@
 """Every result file has a command that makes it, and the runner of these commands says what it did not run."""
 
-import importlib
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +10,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from support.scripts import EVAL, scripts_of
+
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def reproduce() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "eval"))
-        yield importlib.import_module("reproduce")
-        sys.modules.pop("reproduce")
+    with scripts_of(EVAL, "reproduce") as found:
+        yield found.reproduce
 
 
 @pytest.fixture

@@ -71,7 +71,8 @@ def test_the_short_table_says_what_holds() -> None:
     )
     assert "With 4 domains it is not reached: 45%" in text
     assert text.endswith(
-        "1,000 held-out tokens; ± one standard error; native: needle 1.00, busiest expert 4.00; commit abc."
+        "1,000 held-out tokens; ± one standard error over tokens, which is too small: a text's tokens depend on each "
+        "other; native: needle 1.00 of 16 prompts of 512 tokens, busiest expert 4.00; commit abc."
     )
 
 

@@ -8,7 +8,6 @@ Gives up: sampling. An answer is scored with the right tokens fed back, which is
 """
 
 import importlib.util
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -235,18 +234,6 @@ def measure(
         packed = [None if bits is None else bits - (packed[0] or 0) + CONTROL_BITS for bits in packed]
     totals = [mean(key) for key in ("bits_total", "bits_total_16")]
     return Measured(joined(parts, axis=0), meter.mean(), *packed, *totals)
-
-
-def commit_of(root: Path) -> str:
-    """The commit that is checked out, with a mark where files differ from it; empty without git."""
-    try:
-        said = [
-            subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=True).stdout
-            for command in (["rev-parse", "--short=10", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        ]
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return said[0].strip() + ("+" if said[1].strip() else "")
 
 
 class Only:

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_subbyte_moe.config import ExpertsConfig
 from hf_subbyte_moe.routing.choice import model_facts
 from hf_subbyte_moe.routing.families import RouterPlace
-from hf_subbyte_moe.tensor_files import read_tensor_file
+from hf_subbyte_moe.tensor_files import read_tensor_file, write_tensor_file
 
 
 PREDICTOR_SIDECAR_NAME = "experts.safetensors"
@@ -68,8 +67,7 @@ class Heads:
     def save(self, path: Path) -> None:
         """Write the sidecar."""
         header = {"version": _VERSION, "model": self.model, "notes": self.notes}
-        tensors = {"weights": self.weights.contiguous(), "biases": self.biases.contiguous()}
-        save_file(tensors, path, metadata={_KEY: json.dumps(header)})
+        write_tensor_file({"weights": self.weights, "biases": self.biases}, path, {_KEY: json.dumps(header)})
 
     @classmethod
     def load(cls, path: Path) -> "Heads":

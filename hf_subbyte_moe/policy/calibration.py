@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -27,7 +26,7 @@ from hf_subbyte_moe.codecs import Codec
 from hf_subbyte_moe.config import AUTO, CALIBRATED, KVCacheConfig
 from hf_subbyte_moe.policy.allocation import Floats, allocate
 from hf_subbyte_moe.policy.policies import CANDIDATES, Measured, Needs, budget_bits, side_bits
-from hf_subbyte_moe.tensor_files import read_tensor_file
+from hf_subbyte_moe.tensor_files import read_tensor_file, write_tensor_file
 
 
 SIDECAR_NAME = "subbyte_calibration.safetensors"
@@ -73,10 +72,9 @@ class Calibration:
     def save(self, path: Path) -> None:
         """Write a safetensors file."""
         tensors = {f"errors.{layer}": torch.from_numpy(errors).float() for layer, errors in self.errors.items()}
-        tensors.update({f"metric.{layer}": metric.half().contiguous() for layer, metric in self.metrics.items()})
+        tensors.update({f"metric.{layer}": metric.half() for layer, metric in self.metrics.items()})
         said = {"version": _VERSION, "model": self.model, "tiers": self.tiers, "notes": self.notes}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, path, metadata={_METADATA_KEY: json.dumps(said)})
+        write_tensor_file(tensors, path, {_METADATA_KEY: json.dumps(said)})
 
     def check(self, config: PreTrainedConfig, path: Path) -> None:
         """Refuse another model, other tiers, or missing layers.

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import results
+import typer
 from results import Record, shown
 
 
@@ -95,6 +96,11 @@ def rendered(page: str, folder: Path) -> str:
     return _MARK.sub(made, page)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Render the tables of experts and routers in kernels/README.md."""
     text = results.README.read_text(encoding="utf-8")
     results.README.write_text(rendered(text, results.RESULTS), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

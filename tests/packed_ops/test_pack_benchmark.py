@@ -1,29 +1,19 @@
 """The benchmark of packing and statistics, as far as it needs no GPU."""
 
-import importlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from subbyte_kernels.lanes import Order
-
-
-FOLDER = Path(__file__).parents[2] / "kernels" / "benchmarks"
+from support.scripts import BENCHMARKS, scripts_of
 
 
 @pytest.fixture(scope="module")
 def packing() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        before = set(sys.modules)
-        yield importlib.import_module("packing")
-        for name in set(sys.modules) - before:
-            if Path(getattr(sys.modules[name], "__file__", None) or "").parent == FOLDER:
-                sys.modules.pop(name)
+    with scripts_of(BENCHMARKS, "packing") as found:
+        yield found.packing
 
 
 @pytest.fixture(scope="module")
