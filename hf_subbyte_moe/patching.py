@@ -94,12 +94,13 @@ def apply(
         check_forward(model, options.decode)
     if options.kv_cache is not None:
         refuse_unsupported(model.config.get_text_config(decoder=True))
+    _set_experts(model, options, loading)  # first: a disk or memory may be too small, and nothing else fails
+    if options.kv_cache is not None:
         use_packed_attention(model)
     if options.routing is None:
         release(model)
     else:
         steer(model, options.routing, clusters)
-    _set_experts(model, options, loading)
     if options.decode is None:
         run_eagerly(model)
     else:

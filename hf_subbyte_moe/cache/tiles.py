@@ -56,9 +56,11 @@ class TilePool:
         if used + count > self.records.shape[0]:
             self._hold(used + count * at_once)
 
-    def keep_only(self, used: set[int]) -> None:
-        """Free every slot that is not in ``used``."""
-        self._free = sorted(set(range(self.peak)) - used)
+    def keep_only(self, used: Pages) -> None:
+        """Free every slot that is not in ``used`` (any order, any number of times)."""
+        free = np.ones(self.peak, dtype=bool)
+        free[used] = False
+        self._free = np.flatnonzero(free).tolist()  # ascending, which is a heap
 
 
 class TileStore:
@@ -169,7 +171,7 @@ class TileStore:
         for (tier_id, width), pool in self._pools.items():
             sides = [side for side in (0, 1) if self._widths[side] == width]
             pages = torch.from_numpy(self._pages[sides])
-            pool.keep_only(set(page_slots(pages[page_tiers(pages) == tier_id]).tolist()))
+            pool.keep_only(page_slots(pages[page_tiers(pages) == tier_id]).numpy())
 
     def state(self) -> dict[str, Tensor]:
         """Pages, counts and the used part of each pool."""

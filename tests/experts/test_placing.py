@@ -182,11 +182,13 @@ def test_an_error_while_experts_move_leaves_the_model_as_before(
     model = tiny_moe("mixtral", num_hidden_layers=3)
     model.get_parameter("model.layers.0.mlp.experts.down_proj").requires_grad_(False)
     expected, before = steps(model, prompt(12)), _state(model)
-    options = {"experts": {**options["experts"], "gpu_slots": 8}}
+    options = {"experts": {**options["experts"], "gpu_slots": 8}, "kv_cache": {}, "routing": {}}
     with monkeypatch.context() as broken:
         _fail_in_layer(layer, step, broken, error)
         with pytest.raises(type(error)):
             hf_subbyte_moe.apply(model, options)
+    assert _state(model) == before
+    assert model.config._attn_implementation == "sdpa"
     assert same(expected, steps(model, prompt(12)))
     hf_subbyte_moe.restore(model)
     assert _state(model) == before
