@@ -1,4 +1,4 @@
-"""Safetensors files of ours: tensors, and under a key of the header notes in JSON with a version."""
+"""Safetensors files of ours: tensors, and under a key of the header notes in JSON with a version; where they lie."""
 
 import json
 from collections.abc import Mapping
@@ -9,6 +9,33 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+
+class Sidecars:
+    """Where files of one kind lie: in models' own folders, or where they were put when a model came from the Hub.
+
+    Attributes:
+        fetched: by a repository's name, the files that came with it.
+    """
+
+    def __init__(self, file_name: str) -> None:
+        """``file_name``: in a model's folder or repository."""
+        self._file_name = file_name
+        self.fetched: dict[str, Path] = {}
+
+    def remember(self, name: str, path: Path | None) -> None:
+        """What came with a model from the Hub; None: nothing did, as in other revisions."""
+        if path is None:
+            self.fetched.pop(name, None)
+        else:
+            self.fetched[name] = path
+
+    def find(self, name: str | None) -> Path | None:
+        """The file of a model by its name or folder, if there is one."""
+        if not name:
+            return None
+        beside = Path(name) / self._file_name
+        return beside if beside.is_file() else self.fetched.get(name)
 
 
 def read_tensor_file(

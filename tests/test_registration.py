@@ -181,19 +181,19 @@ def test_a_sidecar_is_looked_for_beside_all_of_a_composite_model(monkeypatch: py
 def test_a_revision_without_a_sidecar_does_not_take_another_ones(
     options: SubByteConfig, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remembered = {**routing_choice._FETCHED}, {**experts_heads._FETCHED}
+    remembered = {**routing_choice._SIDECARS.fetched}, {**experts_heads._SIDECARS.fetched}
     name = "somebody/some-model"
     model: Any = SimpleNamespace(config=SimpleNamespace(name_or_path=name))
     monkeypatch.setattr(
         "hf_subbyte_moe.registration.cached_file",
         lambda name, file, revision, **_: f"/{revision}/{file}" if revision == "a" else None,
     )
-    held = routing_choice._FETCHED if options.routing is not None else experts_heads._FETCHED
+    held = routing_choice._SIDECARS.fetched if options.routing is not None else experts_heads._SIDECARS.fetched
     _bring_sidecars(model, options, {"revision": "a"})
     assert held[name] == Path("/a") / file
     _bring_sidecars(model, options, {"revision": "b"})
     assert name not in held
-    assert remembered == (routing_choice._FETCHED, experts_heads._FETCHED)
+    assert remembered == (routing_choice._SIDECARS.fetched, experts_heads._SIDECARS.fetched)
 
 
 @pytest.mark.parametrize("mask", [[[1, 1, 1, 0]], [[0, 1, 0, 1]]])

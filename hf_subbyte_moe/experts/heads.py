@@ -14,20 +14,17 @@ from transformers import PreTrainedModel
 from hf_subbyte_moe.config import ExpertsConfig
 from hf_subbyte_moe.routing.choice import model_facts
 from hf_subbyte_moe.routing.families import RouterPlace
-from hf_subbyte_moe.tensor_files import read_tensor_file, write_tensor_file
+from hf_subbyte_moe.tensor_files import Sidecars, read_tensor_file, write_tensor_file
 
 
 PREDICTOR_SIDECAR_NAME = "experts.safetensors"
 _KEY, _VERSION = "hf_subbyte_moe_experts", 1
-_FETCHED: dict[str, Path] = {}  # by repository
+_SIDECARS = Sidecars(PREDICTOR_SIDECAR_NAME)
 
 
 def remember_predictor_sidecar(name: str, path: Path | None) -> None:
     """Where the sidecar of a Hub repository was put; None: the revision that was loaded has none."""
-    if path is None:
-        _FETCHED.pop(name, None)
-    else:
-        _FETCHED[name] = path
+    _SIDECARS.remember(name, path)
 
 
 def find_sidecar(model: PreTrainedModel, config: ExpertsConfig) -> Path | None:
@@ -41,11 +38,7 @@ def find_sidecar(model: PreTrainedModel, config: ExpertsConfig) -> Path | None:
         if not path.is_file():
             raise ValueError(f"there is no sidecar {str(path)!r}: hf-subbyte-moe calibrate --predictor writes one")
         return path
-    name = model.config.name_or_path
-    if not name:
-        return None
-    beside = Path(name) / PREDICTOR_SIDECAR_NAME
-    return beside if beside.is_file() else _FETCHED.get(name)
+    return _SIDECARS.find(model.config.name_or_path)
 
 
 @dataclass(frozen=True)

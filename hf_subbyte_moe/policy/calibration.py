@@ -26,14 +26,14 @@ from hf_subbyte_moe.codecs import Codec
 from hf_subbyte_moe.config import AUTO, CALIBRATED, KVCacheConfig
 from hf_subbyte_moe.policy.allocation import Floats, allocate
 from hf_subbyte_moe.policy.policies import CANDIDATES, Measured, Needs, budget_bits, side_bits
-from hf_subbyte_moe.tensor_files import read_tensor_file, write_tensor_file
+from hf_subbyte_moe.tensor_files import Sidecars, read_tensor_file, write_tensor_file
 
 
 SIDECAR_NAME = "subbyte_calibration.safetensors"
 _METADATA_KEY = "subbyte_calibration"
 _VERSION = 1
 _HOW_TO = "make one with: hf-subbyte-moe calibrate MODEL"
-_found: dict[str, Path] = {}  # sidecars that from_pretrained brought along, by the model's name
+_sidecars = Sidecars(SIDECAR_NAME)
 
 
 def model_identity(config: PreTrainedConfig) -> dict[str, Any]:
@@ -140,19 +140,12 @@ class CalibratedPolicy:
 
 def remember_sidecar(name: str, path: Path | None) -> None:
     """Let :func:`find_sidecar` know what came with a model from the Hub; None: nothing did, as in other revisions."""
-    if path is None:
-        _found.pop(name, None)
-    else:
-        _found[name] = path
+    _sidecars.remember(name, path)
 
 
 def find_sidecar(config: PreTrainedConfig) -> Path | None:
     """The sidecar in a model's own folder, or the one that came with it from the Hub."""
-    name = getattr(config, "name_or_path", None)
-    if not name:
-        return None
-    path = Path(name) / SIDECAR_NAME
-    return path if path.is_file() else _found.get(name)
+    return _sidecars.find(getattr(config, "name_or_path", None))
 
 
 def resolve(config: PreTrainedConfig, options: KVCacheConfig) -> tuple[str, Calibration | None]:

@@ -12,20 +12,18 @@ from hf_subbyte_moe.config import RoutingConfig
 from hf_subbyte_moe.routing.clustering import Affinity, partition
 from hf_subbyte_moe.routing.clusters import ROUTING_SIDECAR_NAME, Clusters
 from hf_subbyte_moe.routing.families import RouterPlace, find_routers, native_groups, native_groups_kept
+from hf_subbyte_moe.tensor_files import Sidecars
 
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_CLUSTERS = 8
-_FETCHED: dict[str, Path] = {}  # by repository
+_SIDECARS = Sidecars(ROUTING_SIDECAR_NAME)
 
 
 def remember_routing_sidecar(name: str, path: Path | None) -> None:
     """Where the cluster file of a Hub repository was put; None: the revision that was loaded has none."""
-    if path is None:
-        _FETCHED.pop(name, None)
-    else:
-        _FETCHED[name] = path
+    _SIDECARS.remember(name, path)
 
 
 def model_facts(model: PreTrainedModel, places: list[RouterPlace]) -> dict[str, Any]:
@@ -99,11 +97,7 @@ def _find(model: PreTrainedModel, config: RoutingConfig, places: list[RouterPlac
 def _sidecar(model: PreTrainedModel, config: RoutingConfig) -> Path | None:
     if config.sidecar is not None:
         return Path(config.sidecar)
-    name = model.config.name_or_path
-    if not name:
-        return None
-    beside = Path(name) / ROUTING_SIDECAR_NAME
-    return beside if beside.is_file() else _FETCHED.get(name)
+    return _SIDECARS.find(model.config.name_or_path)
 
 
 def _check(clusters: Clusters, config: RoutingConfig, places: list[RouterPlace], model: PreTrainedModel) -> None:
