@@ -112,12 +112,6 @@ class EntropySubbyteLayer(CacheLayerMixin):
         self.statistics.chunks = []
         self.__dict__.pop("rows", None)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what was pickled or copied, without what is made of it: a pickle takes views of tensors apart."""
-        vars(self).update(state)
-        if self.is_initialized:
-            self.rows._ahead = self.rows.store.view = None
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take shapes, dtype and device from the first states ``[B, H, any, D]``.
 

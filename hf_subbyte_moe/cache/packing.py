@@ -503,8 +503,13 @@ class PackedRows:
         """Copy as ever, but outside inference mode."""
         made = memo[id(self)] = object.__new__(type(self))
         with torch.inference_mode(False):
-            vars(made).update(copy.deepcopy(vars(self), memo))
+            made.__setstate__(copy.deepcopy(vars(self), memo))
         return made
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what was pickled or copied, without what is made of it: a pickle takes views of tensors apart."""
+        vars(self).update(state)
+        self._ahead = self.store.view = None
 
     # ------------------------------------------------------------------ saving
 
