@@ -11,7 +11,6 @@ Transformers' ``batched_mm`` and the families' routers compute, call by call, in
 """
 
 import functools
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -339,10 +338,8 @@ def _check_router(model: Router, states: Tensor, matrices: list[RouterMatrix], b
 
 def keep_rows(conditions: Record, rows: list[Record], path: Path) -> None:
     """Write rows beside those of the file that were not measured again."""
-    old = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    measured = [[row.get(key) for key in _ROW_KEY] for row in rows]
-    others = [row for row in old if [row.get(key) for key in _ROW_KEY] not in measured]
-    results.save({"conditions": conditions, "rows": [*others, *rows]}, path)
+    old = results.load(path)["rows"] if path.exists() else []
+    results.save({"conditions": conditions, "rows": results.newest(old, rows, _ROW_KEY)}, path)
 
 
 def main(

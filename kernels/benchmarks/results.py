@@ -9,7 +9,7 @@ A page marks where the tables go as ``eval/report.py`` does; what stands between
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -155,11 +155,15 @@ def tiers_shown(line: Record) -> str:
     return tier if tier == MIX.name else f"{tier}/{line['v_tier']}"
 
 
+def newest(old: list[Record], new: list[Record], key: Sequence[str]) -> list[Record]:
+    """Rows of both; of those that agree in ``key`` the new one."""
+    return list({tuple(line.get(name) for name in key): line for line in [*old, *new]}.values())
+
+
 def merged(old: Record, new: Record) -> Record:
     """A run's results, and those of an earlier run that it did not measure again."""
-
     fresh_cells = {tuple(line[name] for name in _ROW_KEY[:3]) for line in new["baselines"]}
-    rows = list({tuple(line[name] for name in _ROW_KEY): line for line in [*old["rows"], *new["rows"]]}.values())
+    rows = newest(old["rows"], new["rows"], _ROW_KEY)
     measured = {name for line in rows for name in _skipped_names(line)}
     kept = [line for line in old["baselines"] if tuple(line[name] for name in _ROW_KEY[:3]) not in fresh_cells]
     return {

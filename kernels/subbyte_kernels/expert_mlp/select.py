@@ -6,7 +6,6 @@ As for decode attention: ``auto`` takes the first that can do a call, on CUDA de
 import logging
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from subbyte_kernels.expert_mlp.cuda_kernel import cuda_obstacle, expert_mlp_cuda
@@ -48,8 +47,7 @@ def expert_mlp(
         reason = obstacle(call)
         if reason is None:
             try:
-                with torch.cuda.device_of(call.hidden):  # Triton launches on the current device
-                    return kernel(call, out, workspace)
+                return kernel(call, out, workspace)
             except BuildError as problem:
                 reason = str(problem)
         if backend == name:

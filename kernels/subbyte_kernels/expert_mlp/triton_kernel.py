@@ -305,22 +305,23 @@ def expert_mlp_triton(call: ExpertCall, out: Tensor | None = None, workspace: Te
         ``out``.
     """
     del workspace
-    hidden, layout, shared = call.hidden.contiguous(), call.layout, call.shared
-    tokens, top_k = call.expert_ids.shape
-    out = torch.empty_like(hidden) if out is None else out
-    listed, shares, slots = call.expert_ids.contiguous(), call.expert_weights.contiguous(), call.slots
-    if tokens > 1:
-        listed, shares, slots = *_list(call), None
-    entries = tokens * top_k
-    common = {"hidden": hidden, "tokens": tokens, "experts": call.experts, "activation": call.activation}
-    act = _gate_up(common, layout, call.gate_up, listed, shares, slots, entries)
-    addend = None if call.residual is None else call.residual.contiguous()
-    if shared is not None:
-        small = ExpertLayout(layout.format, layout.hidden, shared.intermediate, layout.dtype, layout.group)
-        shared_act = _gate_up(common, small, shared.gate_up[None], None, shared.scale, None, 1)
-        partial = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
-        addend = _down(common, small, shared.down[None], shared_act, None, None, 1, addend, partial)
-    return _down(common, layout, call.down, act, listed, slots, entries, addend, out)
+    with torch.cuda.device_of(call.hidden):  # Triton launches on the current device
+        hidden, layout, shared = call.hidden.contiguous(), call.layout, call.shared
+        tokens, top_k = call.expert_ids.shape
+        out = torch.empty_like(hidden) if out is None else out
+        listed, shares, slots = call.expert_ids.contiguous(), call.expert_weights.contiguous(), call.slots
+        if tokens > 1:
+            listed, shares, slots = *_list(call), None
+        entries = tokens * top_k
+        common = {"hidden": hidden, "tokens": tokens, "experts": call.experts, "activation": call.activation}
+        act = _gate_up(common, layout, call.gate_up, listed, shares, slots, entries)
+        addend = None if call.residual is None else call.residual.contiguous()
+        if shared is not None:
+            small = ExpertLayout(layout.format, layout.hidden, shared.intermediate, layout.dtype, layout.group)
+            shared_act = _gate_up(common, small, shared.gate_up[None], None, shared.scale, None, 1)
+            partial = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
+            addend = _down(common, small, shared.down[None], shared_act, None, None, 1, addend, partial)
+        return _down(common, layout, call.down, act, listed, slots, entries, addend, out)
 
 
 def _list(call: ExpertCall) -> tuple[Tensor, Tensor]:

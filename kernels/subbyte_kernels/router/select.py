@@ -6,7 +6,6 @@ As for decode attention: ``auto`` takes the first that can do a call, on CUDA de
 import logging
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from subbyte_kernels.nvrtc import BuildError
@@ -55,8 +54,7 @@ def router(
         reason = obstacle(hidden, matrix, spec, following, following_top_k)
         if reason is None:
             try:
-                with torch.cuda.device_of(hidden):  # Triton launches on the current device
-                    return kernel(hidden, matrix, spec, following, following_top_k)
+                return kernel(hidden, matrix, spec, following, following_top_k)
             except BuildError as problem:
                 reason = str(problem)
         if backend == name:

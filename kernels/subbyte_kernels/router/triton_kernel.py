@@ -205,8 +205,9 @@ def router_triton(
 ) -> Routed:
     """Logits, weights and experts; arguments and result as in :func:`router_reference`."""
     hidden = hidden.contiguous()
-    logits, weights, index = _route(hidden, matrix, spec, spec.top_k, True)
-    predicted = None if following is None else _route(hidden, following, spec, following_top_k, False)[2]
+    with torch.cuda.device_of(hidden):  # Triton launches on the current device
+        logits, weights, index = _route(hidden, matrix, spec, spec.top_k, True)
+        predicted = None if following is None else _route(hidden, following, spec, following_top_k, False)[2]
     return Routed(logits, weights, index, predicted)
 
 
