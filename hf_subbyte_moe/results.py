@@ -6,6 +6,7 @@ bootstrap over documents; runs whose tasks, seeds, protocols or documents differ
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,7 @@ def rows_of(results: Mapping[str, Any]) -> list[Row]:
                     **said["usage"].get(task, {}).get(length, {}),
                     "seeds": [config.get(key) for key in _SEEDS],
                     "options": {"gen_kwargs": config.get("gen_kwargs"), "fewshot": results["n-shot"].get(task)},
-                    "commit": results.get("git_hash"),
+                    "commit": os.environ.get("BENCH_COMMIT") or results.get("git_hash"),
                     "documents": [
                         {"prompt": sample["prompt_hash"][:_HASH], "score": value, "depth": sample["doc"].get("depth")}
                         for sample, (_, value) in scored
