@@ -2,7 +2,8 @@
 
 Models have real shapes and random weights, because what a step costs hardly depends on what a model has learned. Every
 system generates from the same prompt; each one adds a part to the one before. A row says what share of the roofline it
-reaches: the time in which the GPU copies as many bytes as the step must read (active weights and the cache).
+reaches: the time in which the GPU copies as many bytes as the step must read: active weights and what the cache holds,
+which is latents where a model caches these.
 """
 
 import functools
@@ -30,7 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.cli.outputs import JsonFile
-from hf_subbyte_moe.cli.shapes import SHAPES, random_model, random_packed_model
+from hf_subbyte_moe.cli.shapes import SHAPES, cached_widths, random_model, random_packed_model
 from hf_subbyte_moe.compat import CACHE_KW, cache_of
 from hf_subbyte_moe.roofline import Shape, shape_of
 
@@ -64,6 +65,7 @@ class Measured:
         first_ms: until the first token is there; None where the prompt was not computed.
         peak_bytes: allocated at most.
         cache_bytes: of keys and values at the end.
+        read_bytes: of these, what a step reads: room for more is not read.
     """
 
     tokens_ms: list[float]
@@ -71,6 +73,7 @@ class Measured:
     first_ms: float | None
     peak_bytes: int
     cache_bytes: int
+    read_bytes: int
 
 
 class _Clock(BaseStreamer):
@@ -150,19 +153,21 @@ def measure(
     spans = [1e3 * (after - before) for before, after in zip(clock.times, clock.times[1:], strict=False)]
     peak = torch.cuda.max_memory_allocated()
     first_ms = spans[0] if cache is None else None
-    return Measured(spans[1 + _WARM_UP :], steps_ms, first_ms, peak, _bytes(cache_of(made)))
+    used = cache_of(made)
+    held = _bytes(used)
+    return Measured(spans[1 + _WARM_UP :], steps_ms, first_ms, peak, held, held - _spare_bytes(used))
 
 
 def _fill(model: PreTrainedModel, cache: Cache, like: Tensor) -> None:
-    """Random keys and values of ``like``'s tokens in every layer, packed without measuring."""
-    config = model.config
-    heads = config.num_key_value_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = (like.shape[0], heads, like.shape[1], width)
+    """Random numbers for all that layers cache of ``like``'s tokens, packed without measuring."""
+    widths = cached_widths(model)
+    rows, tokens = like.shape
     generator = torch.Generator(like.device).manual_seed(0)
-    for index in range(config.num_hidden_layers):
-        keys = torch.randn(shape, dtype=model.dtype, device=like.device, generator=generator)
-        values = torch.randn(shape, dtype=model.dtype, device=like.device, generator=generator)
+    for index, sides in enumerate(widths):
+        keys, values = (
+            torch.randn(rows, heads, tokens, width, dtype=model.dtype, device=like.device, generator=generator)
+            for heads, width in sides
+        )
         cache.update(keys, values, index)
         if isinstance(cache, EntropySubbyteCache):
             cache.packed_layers[index].settle(None)
@@ -172,6 +177,17 @@ def _bytes(cache: Any) -> int:
     if hasattr(cache, "allocated_bytes"):
         return int(cache.allocated_bytes())
     return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
+
+
+def _spare_bytes(cache: Any) -> int:
+    """Of our cache, bytes of pools that hold nothing yet."""
+    if not isinstance(cache, EntropySubbyteCache):
+        return 0
+    stores = [layer.rows.store for layer in cache.packed_layers.values()]
+    return sum(
+        store.nbytes() - sum(tensor.nbytes for name, tensor in store.state().items() if name != "counts")
+        for store in stores
+    )
 
 
 def copy_rate(device: torch.device) -> float:
@@ -303,7 +319,7 @@ def bench_latency(
                 except torch.cuda.OutOfMemoryError as problem:
                     console.print(f"{cell}: {str(problem).splitlines()[0]}")
                     continue
-                limit = roofline_ms(shape, size, measured.cache_bytes, rate)
+                limit = roofline_ms(shape, size, measured.read_bytes, rate)
                 rows.add(_row(measured, limit, commit, **cell, layers=len(shape.layers)))
                 console.print(f"{cell} {rows.rows[-1]['ms_generate']:.2f} ms")
         del loaded

@@ -13,7 +13,9 @@ from transformers import (
     PreTrainedModel,
     Qwen3MoeConfig,
 )
+from transformers.cache_utils import DynamicCache
 
+from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.experts.fused import experts_modules
 from hf_subbyte_moe.experts.quantized import layout_of, put_packed
 from hf_subbyte_moe.ops_moe import ExpertLayout
@@ -160,6 +162,21 @@ def random_packed_model(shape: str, weights: str, layers: int | None, device: to
     decoder.rotary_emb = type(decoder.rotary_emb)(config=config).to(device)
     model.eval()
     return model
+
+
+def cached_widths(model: PreTrainedModel) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """What each layer caches of a token, seen by letting the model take one: a config does not tell it of latents.
+
+    Returns:
+        Layer by layer, heads and width of what stands for the keys and of what stands for the values.
+    """
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    token = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+    with torch.no_grad():
+        model(token, **{CACHE_KW: cache}, use_cache=True)
+    layers: list[Any] = cache.layers
+    sides = ((layer.keys.shape, layer.values.shape) for layer in layers)
+    return [((keys[1], keys[3]), (values[1], values[3])) for keys, values in sides]
 
 
 def _random_bytes(module: Any, layout: ExpertLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

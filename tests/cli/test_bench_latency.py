@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, DeepseekV2Config, PreTrainedModel
+from transformers.cache_utils import DynamicCache
 from typer.testing import CliRunner
 
+import hf_subbyte_moe
+from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.cli import app
-from hf_subbyte_moe.cli.bench_latency import STATIC, SYSTEMS, _Rows, roofline_ms
-from hf_subbyte_moe.cli.shapes import SHAPES
+from hf_subbyte_moe.cli.bench_latency import STATIC, SYSTEMS, _bytes, _fill, _Rows, _spare_bytes, roofline_ms
+from hf_subbyte_moe.cli.shapes import SHAPES, cached_widths
+from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.roofline import shape_of
+from subbyte_kernels.formats import page_tiers
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
@@ -51,6 +57,80 @@ def test_rows_from_before_they_named_a_policy_have_the_one_that_they_were_measur
     assert [row["policy"] for row in rows.rows] == ["uniform:vq2", "error"]
     rows.add({**cell, "policy": "uniform:vq2", "ms_generate": 3.0})
     assert [row["ms_generate"] for row in rows.rows] == [2.0, 3.0]
+
+
+def deepseek_v2() -> PreTrainedModel:
+    """Four heads, whose keys and values are made of one latent of 64."""
+    torch.manual_seed(0)
+    config = DeepseekV2Config(
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        topk_method="greedy",
+        vocab_size=128,
+    )
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model.eval()
+
+
+def toy() -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(SHAPES["toy"](), dtype=torch.bfloat16)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "sides"), [(deepseek_v2, ((1, 64), (1, 16))), (toy, ((2, 16), (2, 16)))], ids=["latents", "heads"]
+)
+def test_a_cache_is_filled_with_what_the_model_itself_would_cache(make: Any, sides: Any) -> None:
+    model = make()
+    assert cached_widths(model) == [sides] * model.config.num_hidden_layers
+    ids = torch.ones(2, 700, dtype=torch.int64)
+    plain = DynamicCache(config=model.config)
+    _fill(model, plain, ids[:, 1:])
+    random = torch.Generator().manual_seed(0)
+    for layer in plain.layers:
+        for states, (heads, width) in zip((layer.keys, layer.values), sides, strict=True):
+            expected = torch.randn(2, heads, 699, width, dtype=model.dtype, generator=random)
+            assert torch.equal(states, expected)
+    size = model.config.num_hidden_layers * 2 * 699 * 2 * sum(heads * width for heads, width in sides)
+    assert _bytes(plain) == size
+    assert _spare_bytes(plain) == 0
+
+    options: dict[str, Any] = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    mask = torch.ones_like(ids)
+    generate: Any = model.generate
+    assert generate(ids, attention_mask=mask, **{CACHE_KW: plain}, **options).shape == (2, 703)
+    hf_subbyte_moe.apply(model, {"kv_cache": {"policy": "uniform:vq2"}})
+    packed = EntropySubbyteCache(model.config, policy="uniform:vq2")
+    _fill(model, packed, ids[:, 1:])
+    assert packed.get_seq_length() == 699
+    assert generate(ids, attention_mask=mask, **{CACHE_KW: packed}, **options).shape == (2, 703)
+    assert packed.get_seq_length() == 702
+
+
+def test_room_for_more_tiles_is_not_read() -> None:
+    model = toy()
+    hf_subbyte_moe.apply(model, {"kv_cache": {"policy": "uniform:vq2"}})
+    cache = EntropySubbyteCache(model.config, policy="uniform:vq2")
+    _fill(model, cache, torch.ones(1, 700, dtype=torch.int64))
+    store = cache.packed_layers[0].rows.store
+    assert sum(store.tile_counts().values()) == 2 * 2 * 4  # sides, heads, tiles
+    held, spare = cache.allocated_bytes(), _spare_bytes(cache)
+    store.make_room(0, page_tiers(store.pages(0)[0, :, 0]).numpy(), 50)
+    assert cache.allocated_bytes() > held
+    assert cache.allocated_bytes() - held == _spare_bytes(cache) - spare
 
 
 @pytest.mark.gpu
