@@ -2,7 +2,13 @@
 
 Models have real shapes and random weights; which experts they use comes from traces (see ``experts/replay.py``). A
 cell is one model, share of resident experts and trace. Its bound is what no schedule beats: the larger of the
-computation with all experts resident and the time that the link needs for the experts that were not.
+computation and the time that the link needs for the experts that were not resident.
+
+Short steps wait for the host, whose speed drifts, so one measurement of the computation would not do. Steps that copy
+nothing take turns with the systems of every cell, a model with all experts on the device is timed before and after,
+and the smallest of a run's times counts. Those of the systems are among them, since a step that also waits for experts
+contains the computation. All rows of a model share it: one that was measured in slower minutes shows less of its bound
+than it reached, never more.
 """
 
 import gc
@@ -25,6 +31,7 @@ from hf_subbyte_moe.cli.offload_timing import (
     ACCELERATE,
     CONTEXT,
     NONE,
+    RESIDENT,
     Timed,
     time_accelerate,
     time_cell,
@@ -54,11 +61,13 @@ class Results:
         path: the file; None keeps them in memory.
         conditions: of the run.
         rows: the rows.
+        measured: of these, the ones of this run.
     """
 
     path: Path | None
     conditions: dict[str, Any]
     rows: list[dict[str, Any]] = field(default_factory=list)
+    measured: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.path is not None and self.path.is_file():
@@ -68,11 +77,12 @@ class Results:
         """Put a row in the place of an older one of the same cell and system."""
         cell = ("model", "resident", "trace", "system")
         self.rows = [old for old in self.rows if any(old[key] != row[key] for key in cell)] + [row]
+        self.measured.append(row)
 
     def bound_by(self, shape: str, compute: float) -> dict[tuple[float, str, str], float]:
-        """Relate a model's rows to a step with all experts resident, and write the file; shares by cell and system."""
+        """Relate this run's rows of a model to a computation, and write the file; shares by cell and system."""
         shares = {}
-        for row in self.rows:
+        for row in self.measured:
             if row["model"] == shape:
                 link = row["missed_bytes"] / (1e6 * self.conditions["link_gb_s"])
                 row["compute_ms"] = round(compute, 3)
@@ -142,19 +152,27 @@ class Run:
             engine = engine_of(model)
             assert engine is not None
             for name, trace in traces.items():
-                for system, timed in time_cell(model, engine, trace, ours, self.steps, self.rounds).items():
+                cell = time_cell(model, engine, trace, ours, self.steps, self.rounds)
+                compute = min(compute, *(timed.ms for timed in cell.values()))
+                self._tell_resident(f"{shape} {resident:.2f} {name}", cell.pop(RESIDENT))
+                for system, timed in cell.items():
                     self._add(shape, size[0], compute, (resident, name, system), timed)
         # a model that holds its experts gathers them by index, which slots do not: a bound is the fastest of all ways
         hf_subbyte_moe.apply(model, {"experts": {"placement": "offload", "gpu_slots": 1.0, "prefetch": OFF}})
         compute = min(compute, time_resident(model, first))
         hf_subbyte_moe.restore(model)
         compute = min(compute, time_resident(model, first))
-        self.say(f"{shape}: {compute:.1f} ms with all experts on the device, the fastest of three")
+        self.say(f"{shape}: {compute:.1f} ms for the computation, the fastest of all")
         self.results.bound_by(shape, compute)
         for resident in sorted(self.residents, reverse=True) if ACCELERATE in self.systems else []:
             timed = time_accelerate(model, resident, first)
+            compute = min(compute, timed.ms)
             for name in traces:  # whole layers come, whatever is chosen
                 self._add(shape, size[0], compute, (resident, name, ACCELERATE), timed)
+
+    def _tell_resident(self, cell: str, timed: Timed) -> None:
+        copied = f", {timed.missed / 1e6:.0f} MB missed" if timed.missed else ""
+        self.say(f"{cell}: {timed.ms:.1f} ms where a step is repeated{copied}")
 
     def _add(self, shape: str, layers: int, compute: float, cell: tuple[float, str, str], timed: Timed) -> None:
         resident, trace, system = cell

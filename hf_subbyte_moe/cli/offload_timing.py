@@ -1,7 +1,8 @@
 """Times decode steps of models whose experts follow a trace: resident, in slots, and as accelerate moves them.
 
 Machines drift, so the systems of a cell take turns: each plays the same steps of the trace in every round, and the
-median round counts. Their governors settle before, on the steps before these.
+median round counts. Their governors settle before, on the steps before these. Every round begins with the last of
+those steps, repeated: its experts lie in slots and nothing is copied, so this is the computation alone, in its turn.
 """
 
 import gc
@@ -15,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from hf_subbyte_moe.cli.shapes import cached_widths
 from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.experts import Engine
 from hf_subbyte_moe.experts.calibration import gate_of
@@ -34,8 +36,11 @@ from hf_subbyte_moe.routing.families import experts_of_router, find_routers
 
 
 NONE, ACCELERATE = "none", "accelerate"
+RESIDENT = "resident"
 CONTEXT = 256
 _RESIDENT_WARM_UP, _RESIDENT_STEPS = 12, 20
+
+Widths = list[tuple[tuple[int, int], tuple[int, int]]]
 
 
 @dataclass(frozen=True)
@@ -60,18 +65,19 @@ class Decoder:
 
     Args:
         model: the model.
+        widths: of what its layers cache; see :func:`cached_widths`.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, widths: Widths) -> None:
         self.model = model
         config = model.config.get_text_config(decoder=True)
         self._cache = DynamicCache(config=config)
         self._token = torch.ones(1, 1, dtype=torch.int64, device=model.device)
-        heads, width = config.num_key_value_heads, getattr(config, "head_dim", None)
-        width = width or config.hidden_size // config.num_attention_heads
-        for layer in range(config.num_hidden_layers):
-            states = torch.zeros(1, heads, CONTEXT, width, dtype=model.dtype, device=model.device)
-            self._cache.update(states, states, layer)
+        for layer, sides in enumerate(widths):
+            keys, values = (
+                torch.zeros(1, heads, CONTEXT, width, dtype=model.dtype, device=model.device) for heads, width in sides
+            )
+            self._cache.update(keys, values, layer)
 
     def step(self) -> float:
         """Seconds of one step."""
@@ -100,7 +106,7 @@ def _undisturbed() -> Iterator[None]:
 
 def time_resident(model: PreTrainedModel, trace: ExpertTrace) -> float:
     """Milliseconds of a step, the median, once every expert that the trace names is on the device."""
-    decoder = Decoder(model)
+    decoder = Decoder(model, cached_widths(model))
     with _undisturbed(), played(model, Playback(trace, model.device)):
         for _ in range(_RESIDENT_WARM_UP):
             decoder.step()
@@ -186,26 +192,35 @@ def time_cell(
         names: of the systems.
         steps: to settle, and to count in every round.
         rounds: how many.
+
+    Returns:
+        Each system's times, and as "resident" those of a step that is repeated: nothing is missed, unless slots are
+        given away sooner than a step needs them again.
     """
-    playback = Playback(trace, model.device)
+    playback, widths = Playback(trace, model.device), cached_widths(model)
     systems = [make_system(model, playback, name, engine.layers) for name in names]
+    resident = System(RESIDENT, [])
     settle, counted = steps
     with _undisturbed(), played(model, playback):
         for system in systems:
             _use(engine, system)
-            _play(model, playback, 0, settle)
+            _play(model, widths, playback, 0, settle)
             system.governor = engine.governor
         for number in range(rounds):
+            _use(engine, resident)
+            _play(model, widths, playback, settle - 1, 2, again=True)
+            engine.counters.reset()
+            resident.count(engine, _play(model, widths, playback, settle - 1, counted, again=True))
             for system in systems[number:] + systems[:number]:
                 _use(engine, system)
-                _play(model, playback, settle - 1, 1)  # the choice before comes from the same trace
+                _play(model, widths, playback, settle - 1, 1)  # the choice before comes from the same trace
                 engine.counters.reset()
-                system.count(engine, _play(model, playback, settle, counted))
+                system.count(engine, _play(model, widths, playback, settle, counted))
                 gc.collect(0)
     for system in systems:
         if system.states is not None:
             system.states.remove()
-    return {system.name: system.timed() for system in systems}
+    return {system.name: system.timed() for system in (*systems, resident)}
 
 
 def _use(engine: Engine, system: System) -> None:
@@ -215,18 +230,25 @@ def _use(engine: Engine, system: System) -> None:
         engine.governor = system.governor
 
 
-def _play(model: PreTrainedModel, playback: Playback, first: int, steps: int) -> list[float]:
-    """Seconds of each step."""
+def _play(
+    model: PreTrainedModel, widths: Widths, playback: Playback, first: int, steps: int, again: bool = False
+) -> list[float]:
+    """Seconds of each step; ``again``: the first choice at all of them."""
     playback.token = first - 1
-    decoder = Decoder(model)
-    return [decoder.step() for _ in range(steps)]
+    decoder = Decoder(model, widths)
+    seconds = []
+    for _ in range(steps):
+        if again:
+            playback.token = first - 1
+        seconds.append(decoder.step())
+    return seconds
 
 
 def time_accelerate(model: PreTrainedModel, resident: float, trace: ExpertTrace) -> Timed:
     """Time one step of accelerate's CPU offload: the last layers' experts are in host memory and come whole."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 
-    places = find_routers(model)
+    places, widths = find_routers(model), cached_widths(model)
     modules = [experts_of_router(model, place) for place in places]
     away = modules[round(resident * len(modules)) :]
     moved = 0
@@ -237,7 +259,7 @@ def time_accelerate(model: PreTrainedModel, resident: float, trace: ExpertTrace)
     playback = Playback(trace, model.device)
     try:
         with _undisturbed(), played(model, playback):
-            seconds = _play(model, playback, 0, 1)
+            seconds = _play(model, widths, playback, 0, 1)
     finally:
         for module in away:
             remove_hook_from_module(module)

@@ -14,6 +14,7 @@ import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.cli import app
 from hf_subbyte_moe.cli.bench_latency import STATIC, SYSTEMS, _bytes, _fill, _Rows, _spare_bytes, roofline_ms
+from hf_subbyte_moe.cli.offload_timing import Decoder
 from hf_subbyte_moe.cli.shapes import SHAPES, cached_widths
 from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.roofline import shape_of
@@ -118,6 +119,12 @@ def test_a_cache_is_filled_with_what_the_model_itself_would_cache(make: Any, sid
     assert packed.get_seq_length() == 699
     assert generate(ids, attention_mask=mask, **{CACHE_KW: packed}, **options).shape == (2, 703)
     assert packed.get_seq_length() == 702
+
+
+def test_offloaded_experts_are_timed_out_of_such_a_cache_too() -> None:
+    model = deepseek_v2()
+    with torch.no_grad():
+        assert Decoder(model, cached_widths(model)).step() > 0
 
 
 def test_room_for_more_tiles_is_not_read() -> None:
