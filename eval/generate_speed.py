@@ -1,7 +1,8 @@
 """Time to the first token, milliseconds a token and peak memory of ``generate``, with packed caches and a plain one.
 
 A model of Mixtral-8x7B's shape with few layers and random weights: what a layer costs does not depend on what it has
-learned, and a few layers fit any GPU.
+learned, and a few layers fit any GPU. So few layers are bound by the host, unless decode steps are captured in a CUDA
+graph: one row shows that.
 
 Example: python eval/generate_speed.py --json eval/results/generate_speed.json
 """
@@ -10,6 +11,8 @@ import gc
 import json
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +29,13 @@ from hf_subbyte_moe.cache import CACHE_NAME
 
 
 _WARM_UP = 4
+# what ``generate`` is given, and what is applied to the model before
+_CACHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dynamic": ({"cache_implementation": "dynamic"}, {}),
+    "uniform:vq2": ({"cache_implementation": CACHE_NAME, "cache_config": {"policy": "uniform:vq2"}}, {}),
+    "uniform:vq2, captured": ({}, {"kv_cache": {"policy": "uniform:vq2"}, "decode": {"cuda_graph": "auto"}}),
+    "error, 2.5 bits": ({"cache_implementation": CACHE_NAME}, {}),
+}
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]
@@ -50,6 +60,25 @@ def mixtral_shaped(layers: int, device: torch.device) -> PreTrainedModel:
     with device:
         torch.manual_seed(0)
         return MixtralForCausalLM(config).to(torch.bfloat16).eval()
+
+
+@contextmanager
+def prepared(model: PreTrainedModel, cache: str) -> Iterator[dict[str, Any]]:
+    """Options of ``generate`` for one of the caches; what it changes in the model is taken back afterwards.
+
+    Raises:
+        ValueError: steps should have been captured and were not.
+    """
+    options, applied = _CACHES[cache]
+    if applied:
+        hf_subbyte_moe.apply(model, applied)
+    try:
+        yield options
+        refused = vars(model)["forward"].refused if "decode" in applied else []
+    finally:
+        hf_subbyte_moe.restore(model)
+    if refused:
+        raise ValueError(f"steps of {cache!r} were not captured: {refused[0]}")
 
 
 def token_times(
@@ -80,24 +109,19 @@ def main(
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every length of a growing cache
     device = torch.device("cuda")
     model = mixtral_shaped(layers, device)
-    caches: dict[str, dict[str, Any]] = {
-        "dynamic": {"cache_implementation": "dynamic"},
-        "uniform:vq2": {"cache_implementation": CACHE_NAME, "cache_config": {"policy": "uniform:vq2"}},
-        "error, 2.5 bits": {"cache_implementation": CACHE_NAME},
-    }
-    with torch.no_grad():
-        for options in caches.values():  # kernels are compiled here
+    for name in _CACHES:  # kernels are compiled here
+        with torch.no_grad(), prepared(model, name) as options:
             token_times(model, torch.randint(5, 30000, (1, 1024), device=device), 16, options)
     rows: list[dict[str, Any]] = []
     sizes = [(rows_at_once, length) for rows_at_once in batch or [1] for length in context or [8192, 32768, 131072]]
     for rows_at_once, length in sizes:
         ids = torch.randint(5, 30000, (rows_at_once, length), generator=torch.Generator().manual_seed(1)).to(device)
-        times: dict[str, list[float]] = {name: [] for name in caches}
-        first: dict[str, list[float]] = {name: [] for name in caches}
+        times: dict[str, list[float]] = {name: [] for name in _CACHES}
+        first: dict[str, list[float]] = {name: [] for name in _CACHES}
         peaks: dict[str, int] = {}
         for _ in range(rounds):
-            for name, options in caches.items():
-                with torch.no_grad():
+            for name in _CACHES:
+                with torch.no_grad(), prepared(model, name) as options:
                     started, steps, peak = token_times(model, ids, tokens, options)
                 first[name].append(started)
                 times[name] += steps
