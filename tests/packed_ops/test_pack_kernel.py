@@ -22,10 +22,18 @@ from subbyte_kernels.pack_tiles import (
     unpack_tiles_cuda,
     unpack_tiles_reference,
 )
+from subbyte_kernels.pack_tiles.reference import e2m3_codes, e2m3_table
 from support.packing import CPU, gaussian, pack_table, rotation, unpack_table
 
 
 KERNEL_TIERS = ["fp8", "fp6", "vq4", "vq3", "vq2", "vq175"]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
 
 
 def on_gpu(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -130,6 +138,49 @@ def test_where_the_kernel_cannot_be_built_the_reference_packs(
     signs = rotation_signs(64, CPU)
     assert torch.equal(pack_tiles(*given, signs), pack_tiles_reference(*given, signs))
     assert "no compiler here" in caplog.text
+
+
+def around_midpoints() -> tuple[torch.Tensor, list[int]]:
+    """Values at most 8 steps of fp32 from every midpoint of neighbouring codes of E2M3 below 1; their nearest codes.
+
+    A step is at most 2^-24 there, so that rounding to a multiple of 2^-23 first gives other codes for some.
+    """
+    bits = ((2 * torch.arange(8) + 1) / 16).view(torch.int32)
+    steps = torch.arange(-8, 8, dtype=torch.int32)
+    nearest = [code + (step > 0 or (step == 0 and code % 2)) for code in range(8) for step in steps.tolist()]
+    return (bits[:, None] + steps).view(torch.float32).flatten(), nearest
+
+
+def test_the_kernel_rounds_to_six_bits_once() -> None:
+    """`encode` of ``pack_tiles.cu``, which adds 2^20 of a value's power of two, against the reference."""
+    near, nearest = around_midpoints()
+    values = torch.cat([near, torch.linspace(0, 7.5, 10001), e2m3_table()[:32, 0]])
+    exponents = (values.view(torch.int32) & 0x7F800000).clamp(min=0x3F800000)
+    sums = exponents.view(torch.float32) * 2.0**20 + values
+    codes = (sums.view(torch.int32) + (exponents >> 20) + 8) & 31
+    assert torch.equal(codes, e2m3_codes(values))
+    assert codes[: len(near)].tolist() == nearest
+
+
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("device", DEVICES)
+def test_six_bits_are_the_nearest_beside_midpoints(device: str, order: Order) -> None:
+    """Tokens whose scale is 1 and whose odd channels, once rotated, all have one value beside a midpoint."""
+    near, nearest = around_midpoints()
+    wanted = near * 8  # the rotation's factor is 1/8
+    base = ((59.9 + wanted) / 64).mul(512).round() / 512  # the first channel sums up to almost 60: 7.5 times 8
+    tiles = base[:, None].repeat(1, 64)
+    tiles[:, 1] -= wanted
+    signs = rotation_signs(64, CPU)
+    tiles, fmt = (tiles * signs)[None].to(device), get_codec("fp6").format
+    given = (tiles, fmt, None, rotation(64).to(device), None, order, signs.to(device))
+    if device == "cuda":
+        assert pack_obstacle(tiles, fmt, given[-1]) is None
+    records = pack_tiles(*given).cpu()
+    words = fmt.code_words(64)
+    assert (records[:, words:].contiguous().view(torch.bfloat16) == 1).all()
+    codes = unpack_tile_codes(records[:, :words], fmt.code_bits, order, 64)[0]
+    assert torch.equal(codes[:, 1::2], torch.tensor(nearest)[:, None].expand(-1, 32))
 
 
 def awkward_tiles(head_dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -250,16 +301,7 @@ def test_codes_under_a_metric_cost_what_the_references_do(tier: str, head_dim: i
     torch.testing.assert_close(costs[1], costs[0], rtol=5e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", DEVICES)
 def test_tiles_are_packed_where_they_lie(device: str) -> None:
     states = gaussian(2, 5 * TILE_TOKENS + 40, 64, seed=1).to(device, torch.bfloat16)[:, 40:]
     blocks = states.unflatten(1, (-1, TILE_TOKENS))

@@ -147,9 +147,10 @@ DEVICE u16 encode(u32 (&codes)[MINE / 4], float (&x)[OWN], u8 *rows, const Lane 
             const float scaled = __fmul_rn(x[i], inverse);
             u32 code;
             if constexpr (KIND == FP6) {
-                // fp32's exponents, moved so that its subnormal numbers are those of E2M3; rounded to nearest even
-                const u32 size = __float_as_uint(__fmul_rn(fabsf(scaled), 0x1p-126f));
-                code = (size + 0x7ffffu + (size >> 20 & 1u)) >> 20 | (__float_as_uint(scaled) >> 26 & 32u);
+                // 2^20 of its power of two (1 below 2) added: what is left of the value is rounded once, to steps of E2M3
+                const u32 exponent = max(__float_as_uint(scaled) & 0x7f800000u, 0x3f800000u);
+                const float sum = __fmaf_rn(__uint_as_float(exponent), 0x1p20f, fabsf(scaled));
+                code = (__float_as_uint(sum) + (exponent >> 20) + 8u & 31u) | (__float_as_uint(scaled) >> 26 & 32u);
             } else {
                 u16 pair;
                 asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(scaled));
