@@ -2,8 +2,8 @@
 
 It needs a CUDA device, takes about 2 minutes and writes ``results/packing.json`` and ``results/statistics.json``. The
 shape is Mixtral's: 8 KV heads of 128 channels, 32,768 tokens of one layer, bf16. Packing is compared bit by bit with
-its reference before it is timed; a row that differs shows no time. ``--smoke`` goes through everything with a few
-tokens, on a CPU too, where the references are timed.
+its reference before it is timed; a row that differs shows no time, but what differs first. ``--smoke`` goes through
+everything with a few tokens, on a CPU too, where the references are timed.
 """
 
 import functools
@@ -34,8 +34,9 @@ from subbyte_kernels.attention_statistics import (
     probe_attention_reference,
 )
 from subbyte_kernels.formats import TILE_TOKENS, TileFormat, kernel_kind
-from subbyte_kernels.lanes import Order
+from subbyte_kernels.lanes import Order, transpose_scales, unpack_tile_codes
 from subbyte_kernels.pack_tiles import pack_tiles, pack_tiles_reference, unpack_tiles, unpack_tiles_reference
+from subbyte_kernels.pack_tiles.reference import rotate_tokens
 
 
 HEADS, QUERY_HEADS, DIM, TOKENS = 8, 32, 128, 32768
@@ -79,6 +80,52 @@ class Tiles:
         return pack_shaped(
             self.states, self.heads, codec, self.table, self._turn, self.mean, self.order, shaping, signs
         )
+
+    def unlike(self, found: Tensor, expected: Tensor) -> str | None:
+        """How many words of records are not the reference's, and what the first of them stands for."""
+        counted = _counted(found, expected)
+        if counted is None:
+            return None
+        tile = int((found != expected).any(1).nonzero()[0])
+        parts = [self._parts(records[tile : tile + 1]) for records in (found, expected)]
+        (codes, scales), (right, right_scales) = parts
+        token, group = ((codes != right) | (scales != right_scales)[:, None]).nonzero()[0].tolist()
+        channel = group * self.fmt.vector_dim
+        value = self._rotated(tile)[token, channel : channel + self.fmt.vector_dim]
+        return (
+            f"{counted}; first: {self.fmt.name} {self.order.value}, tile {tile} (head {int(self.heads[tile])}), "
+            f"token {token}, channel {channel}: code {codes[token, group]}, the reference's {right[token, group]}; "
+            f"scale {scales[token]:.9g}, the reference's {right_scales[token]:.9g}; "
+            f"value {', '.join(f'{part:.9g}' for part in value.tolist())}"
+        )
+
+    def unlike_states(self, found: Tensor, expected: Tensor) -> str | None:
+        """How many unpacked values are not the reference's, and where the first of them is."""
+        counted = _counted(found, expected)
+        if counted is None:
+            return None
+        tile = int((found != expected).flatten(1).any(1).nonzero()[0])
+        token, channel = (found[tile] != expected[tile]).nonzero()[0].tolist()
+        return (
+            f"{counted}; first: {self.fmt.name} {self.order.value}, tile {tile} (head {int(self.heads[tile])}), "
+            f"token {token}, channel {channel}: {found[tile, token, channel]:.9g}, "
+            f"the reference's {expected[tile, token, channel]:.9g}"
+        )
+
+    def _parts(self, records: Tensor) -> tuple[Tensor, Tensor]:
+        """``[128, C]`` codes and ``[128]`` scales of one record."""
+        words, dim = self.fmt.code_words(self.states.shape[-1]), self.states.shape[-1]
+        codes = unpack_tile_codes(records[:, :words], self.fmt.code_bits, self.order, dim)
+        scales = transpose_scales(records[:, words:].contiguous().view(torch.bfloat16), dim)
+        return codes[0], scales[0]
+
+    def _rotated(self, tile: int) -> Tensor:
+        """``[128, D]``: what is divided by the scale and coded."""
+        states = self.states[tile].float()
+        if self.mean is not None:
+            states = states - self.mean[tile]
+        values, factor = rotate_tokens(states, self._turn, self._signs)
+        return values * factor
 
     @property
     def _turn(self) -> Tensor:
@@ -148,7 +195,11 @@ class Run:
         size = some.states.nbytes + records.nbytes
         named = {"op": "pack", "tier": tier, "order": order.value, "tiles": len(some.states)}
         self.row(
-            self.packing, named, [given.pack for given in sets], size, lambda: _unlike(some.pack(), some.expected())
+            self.packing,
+            named,
+            [given.pack for given in sets],
+            size,
+            lambda: some.unlike(some.pack(), some.expected()),
         )
         if count * TILE_TOKENS < self.tokens:
             return
@@ -158,7 +209,7 @@ class Run:
             {**named, "op": "unpack"},
             calls,
             size,
-            lambda: _unlike(some.unpack(records), some.unpack(records, reference=True)),
+            lambda: some.unlike_states(some.unpack(records), some.unpack(records, reference=True)),
         )
 
     def shape(self, tier: str, count: int) -> None:
@@ -208,7 +259,7 @@ class Run:
 _SHAPED_WORDS = 0.02  # of records; near ties, and what follows them
 
 
-def _unlike(found: Tensor, expected: Tensor) -> str | None:
+def _counted(found: Tensor, expected: Tensor) -> str | None:
     different = int((found != expected).sum())
     return f"{different} of {found.numel()} elements differ from the reference's" if different else None
 
