@@ -11,7 +11,14 @@ from subbyte_kernels.add_norm import add_norm
 from subbyte_kernels.attention_statistics import ProbeResult, TokenStatistics
 from subbyte_kernels.attention_statistics import attention_statistics as selected_statistics
 from subbyte_kernels.attention_statistics import probe_attention as selected_probe
-from subbyte_kernels.decode_attention import BACKENDS, MAX_TOKENS, AttentionResult, AttentionTiles, ExactTokens
+from subbyte_kernels.decode_attention import (
+    BACKENDS,
+    MAX_TOKENS,
+    AttentionResult,
+    AttentionTiles,
+    ExactTokens,
+    unpack_pages,
+)
 from subbyte_kernels.decode_attention import decode_attention as selected_attention
 from subbyte_kernels.decode_attention.steady import Scratch, SteadyAttention, tiles_ahead
 from subbyte_kernels.expert_mlp import MAX_EXPERT_TOKENS, ExpertCall, ExpertFormat, ExpertLayout, expert_mlp
@@ -82,6 +89,7 @@ __all__ = [
     "small_linear",
     "split_outliers",
     "tiles_ahead",
+    "unpack_pages",
     "unpack_tiles",
 ]
 

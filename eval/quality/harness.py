@@ -35,6 +35,7 @@ from quality.config import ROOT, ModelEntry, PolicyEntry, QualityConfig
 from quality.rows import ResultFile, Row
 from quality.scoring import Floats, TokenScores, all_right, compare, interval, joined, line_means, summary
 from quality.tasks import OWN_TEXTS, TEXT, Sequences, encode, read_texts, task_prompt, task_sequences, text_sequences
+from quality.unpacked import UnpackedAttention
 
 
 LEAST_EXACT_SCORE = 0.5
@@ -60,22 +61,23 @@ class MassMeter:
 
 @contextmanager
 def metered_attention() -> Iterator[MassMeter]:
-    """Measure, on chosen steps, the share of attention mass that falls on packed tiles.
+    """Decode in PyTorch where kernels cannot, and measure, on chosen steps, the attention mass on packed tiles.
 
     The cache's own statistics are taken on the prompt, piece by piece, and can't be added up over the pieces of a
     chunked one; the log-sum-exp of a decode step with and without tiles tells the share of every scored token.
     """
     name = "decode_attention"
-    meter, original = MassMeter(), getattr(attention, name)
+    meter, original, unpacked = MassMeter(), getattr(attention, name), UnpackedAttention()
 
     def decode_attention(
         query: Tensor, exact: ExactTokens, tiles: AttentionTiles | None, *form_and_backend: Any
     ) -> AttentionResult:
-        result: AttentionResult = original(query, exact, tiles, *form_and_backend)
+        attend = unpacked if form_and_backend[-1] == "torch" or not query.is_cuda else original
+        result: AttentionResult = attend(query, exact, tiles, *form_and_backend)
         if meter.on:
             kept = result.lse
             if tiles is not None:
-                kept = original(query, exact, None, *form_and_backend[:-1], "torch").lse
+                kept = unpacked(query, exact, None, *form_and_backend).lse
             meter.shares.append(1 - (kept.float() - result.lse.float()).exp().mean((1, 2)))
         return result
 

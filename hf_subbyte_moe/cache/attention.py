@@ -2,7 +2,8 @@
 
 Registered with Transformers as ``entropy_subbyte``. Keys that do not come from our cache go to the function that the
 model had before. A prompt without packed history is computed exactly by that function too; then its statistics are
-taken and the layer packs. Everything else is attention over packed tiles.
+taken and the layer packs. So is a later piece of a prompt, over the layer's history as its tiles give it back: for
+many queries that costs less than reading codes for each of them. Everything else is attention over packed tiles.
 
 Source: the interface, https://huggingface.co/docs/transformers/attention_interface.
 """
@@ -132,7 +133,7 @@ def _packed(
     attend = decode_attention if steps is None else steps.attention_of(view.layer)
     backend = view.layer.backend
     if query.shape[2] > 1 and backend != "torch":  # not what the user chose a kernel for; some take a few tokens
-        backend = "auto" if query.shape[2] <= MAX_TOKENS else "torch"
+        backend = "auto"
     if steps is None:  # else `count_step` does
         for reads in _COUNTING:
             reads.tokens += query.shape[2] * view.layer.packed_tokens
@@ -152,14 +153,16 @@ def _prompt(
     """Several new tokens, or the first one: exact attention among them, then packing."""
     layer, latent = view.layer, isinstance(view, ExpandedView)
     layer.set_starts(row_starts(attention_mask, query.shape[0], layer))
-    if layer.has_tiles:
-        exact = layer.rows.exact(layer.pending, among_new(attention_mask, layer))
-        output = _packed(module, view, query, exact, form)
-    else:
+    causal = among_new(attention_mask, layer) if layer.has_tiles else None
+    if causal is not None and query.shape[2] <= MAX_TOKENS:
+        output = _packed(module, view, query, layer.rows.exact(layer.pending, causal), form)
+    else:  # history is dequantized once for all queries, one layer's at a time
         states = layer.dequantize() if layer.rows.lengths.any() else layer.pending
         if latent:
             states = expand(module, *states)
         output, _ = _previous(module, query, *states, attention_mask, scaling=form.scaling, dropout=0.0, **kwargs)
+        for reads in _COUNTING:
+            reads.tokens += query.shape[2] * layer.packed_tokens
     weight = None if latent else output_weight(module, output)
     layer.settle(PromptQueries(query, form, weight, partial(absorb_query, module) if latent else None))
     return output
@@ -192,16 +195,23 @@ def _previous(
             attention_mask = None if bool(real.all()) else real
     else:  # flex and paged attention take masks of their own kinds
         function = ALL_ATTENTION_FUNCTIONS[_DEFAULT if "flex" in name or "paged" in name else name]
+        if attention_mask is None and 1 < query.shape[2] < key.shape[2]:  # there, causal means of equal lengths
+            attention_mask = _causal(query, key)
     return function(module, query, key, value, attention_mask, **kwargs)
+
+
+def _causal(query: Tensor, key: Tensor) -> Tensor:
+    """``[1, 1, q, T]`` which keys the queries, the last of the tokens, see."""
+    queries, tokens = query.shape[2], key.shape[2]
+    return torch.ones(queries, tokens, dtype=torch.bool, device=query.device).tril(tokens - queries)[None, None]
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """A bool mask as eager functions add it; no mask is a causal one."""
-    queries, tokens = query.shape[2], key.shape[2]
     if mask is None:
-        if queries == 1:
+        if query.shape[2] == 1:
             return None
-        mask = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).tril(tokens - queries)[None, None]
+        mask = _causal(query, key)
     if mask.dtype != torch.bool:
         return mask
     lowest = torch.finfo(query.dtype).min

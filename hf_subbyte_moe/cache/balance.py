@@ -89,9 +89,9 @@ class KeyBalance:
         """Keys ``[B, H, N, D]``, or those of one row ``[H, N, D]``, as they are stored."""
         return key if self.factors is None else (key / self._of(row)).to(key.dtype)
 
-    def multiplied(self, key: Tensor, row: int) -> Tensor:
-        """Stored keys ``[H, N, D]`` of a row as the model knows them."""
-        return key if self.factors is None else (key * self._of(row)).to(key.dtype)
+    def multiplied(self, key: Tensor) -> Tensor:
+        """Stored keys ``[B, H, N, D]`` as the model knows them."""
+        return key if self.factors is None else (key * self._of(None)).to(key.dtype)
 
     def of_query(self, query: Tensor) -> Tensor:
         """Queries ``[B, HQ, q, D]`` for stored keys."""

@@ -406,14 +406,12 @@ class EntropySubbyteLayer(CacheLayerMixin):
         if self.steps is not None:
             raise FixedAddressError("the model reads keys and values outside the entropy_subbyte attention function")
         held = (self.rows.window.keys, self.rows.window.values)
-        out = [states.new_zeros(*states.shape[:2], self.length, states.shape[-1]) for states in held]
-        for row, start in enumerate(self.starts.tolist()):
-            for states, stored in zip(out, self.rows.read(row), strict=True):
-                states[row, :, start : start + stored.shape[1]] = stored
+        keys, values = (states.new_zeros(*states.shape[:2], self.length, states.shape[-1]) for states in held)
+        self.rows.read(self.starts, (keys, values))
         if self._pending is not None:
-            for states, new in zip(out, self._pending, strict=True):
+            for states, new in zip((keys, values), self._pending, strict=True):
                 states[:, :, self.length - new.shape[2] :] = new
-        return out[KEYS], out[VALUES]
+        return keys, values
 
     def allocated_bytes(self) -> int:
         """Everything that the layer holds, spare capacity included."""

@@ -25,7 +25,7 @@ from hf_subbyte_moe.cache.window import ExactWindow, Ints, StepsAhead
 from hf_subbyte_moe.codecs import codec_of
 from hf_subbyte_moe.config import WHOLE_PROMPT, KVCacheConfig
 from hf_subbyte_moe.distributed.heads import HeadRanks
-from hf_subbyte_moe.ops import AttentionTiles, ExactTokens, PackedTiles
+from hf_subbyte_moe.ops import AttentionTiles, ExactTokens, PackedTiles, unpack_pages
 from hf_subbyte_moe.policy import (
     KEYS,
     VALUES,
@@ -366,25 +366,25 @@ class PackedRows:
     def _packed_rows(self, row: int | None) -> AttentionTiles:
         """Packed keys and values of all rows or of one."""
         rows = slice(None) if row is None else slice(row, row + 1)
-        sides = []
-        for side in (KEYS, VALUES):
-            pools = self.store.pools(side)
-            sides.append(
-                PackedTiles(
-                    pages=self.store.pages(side)[rows],
-                    host_pages=self.store.host_pages(side, rows),
-                    pools=pools,
-                    formats={tier: codec_of(tier).format for tier in pools},
-                    tables=self.codecs.tables(side, row),
-                    rotation=self.codecs.rotations[side],
-                    mean=self.codecs.mean[rows] if side == KEYS else None,
-                    order=self.codecs.orders[side],
-                    signs=self.codecs.signs[side],
-                )
-            )
+        keys, values = (self._packed_side(side, rows) for side in (KEYS, VALUES))
         if self._latent:
-            return AttentionTiles(keys=(sides[KEYS], sides[VALUES]), values=sides[KEYS])
-        return AttentionTiles(keys=(sides[KEYS],), values=sides[VALUES])
+            return AttentionTiles(keys=(keys, values), values=keys)
+        return AttentionTiles(keys=(keys,), values=values)
+
+    def _packed_side(self, side: int, rows: slice, tiles: slice = slice(None)) -> PackedTiles:
+        """Some tiles of keys or values of neighbouring rows."""
+        pools = self.store.pools(side)
+        return PackedTiles(
+            pages=self.store.pages(side)[rows, :, tiles],
+            host_pages=self.store.host_pages(side, rows)[:, :, tiles],
+            pools=pools,
+            formats={tier: codec_of(tier).format for tier in pools},
+            tables=self.codecs.tables(side, rows),
+            rotation=self.codecs.rotations[side],
+            mean=self.codecs.mean[rows] if side == KEYS else None,
+            order=self.codecs.orders[side],
+            signs=self.codecs.signs[side],
+        )
 
     def seen(self, visible: Tensor) -> ExactTokens:
         """Sinks and window of all rows, as attention sees them through a mask ``[B, 1, slots]``."""
@@ -410,27 +410,30 @@ class PackedRows:
             visible = torch.cat([visible.expand(-1, causal.shape[1], -1), causal], dim=2)
         return ExactTokens(*attention_states(first, second, self._latent), visible)
 
-    def read(self, row: int) -> tuple[Tensor, Tensor]:
-        """All tokens of a row, ``[H, n, D]`` in the model's dtype; packed ones dequantized."""
-        length, first = int(self.lengths[row]), int(self.first_recent()[row])
-        sinks = self.window.read(row, 0, min(length, self._config.sinks))
-        recent = self.window.read(row, first, max(first, length))
-        tiles = int(self.store.counts[row])
-        sides = []
-        for side in (KEYS, VALUES):
-            packed = [self._unpack(side, row, 0, tiles)] if tiles else []
-            sides.append(torch.cat([sinks[side], *packed, recent[side]], dim=1))
-        return self.codecs.balance.multiplied(sides[KEYS], row), sides[VALUES]
+    def read(self, starts: Ints, out: tuple[Tensor, Tensor]) -> None:
+        """Write all tokens of all rows, packed ones dequantized.
 
-    def _unpack(self, side: int, row: int, first: int, last: int) -> Tensor:
-        """Dequantized tiles ``first`` to ``last - 1`` of a row, ``[H, n * 128, D]``."""
-        held = self.window.keys if side == KEYS else self.window.values
-        out = held.new_empty(self.heads, last - first, TILE_TOKENS, self._dims[side])
-        row_codec = self.codecs.side(side, row)
-        for tier_id, places, records in self.store.records(side, row, first, last):
-            heads, tiles = torch.from_numpy(places).to(held.device).unbind(1)
-            out[heads, tiles - first] = row_codec.unpack(records, heads, codec_of(tier_id), self.dtype).to(out.dtype)
-        return out.flatten(1, 2)
+        Args:
+            starts: ``[B]`` columns in which the rows begin.
+            out: keys and values ``[B, H, T, D]`` in the model's dtype.
+        """
+        every, sinks = slice(0, len(self.lengths)), self._config.sinks
+        layout = np.stack([starts, self.lengths, self.store.counts])
+        groups = [every] if (layout == layout[:, :1]).all() else [slice(row, row + 1) for row in range(every.stop)]
+        for side, states in enumerate(out):
+            held = self.window.keys if side == KEYS else self.window.values
+            packed = None if self.store.empty else unpack_pages(self._packed_side(side, every), self.dtype)
+            for rows in groups:
+                start, length, tiles = layout[:, rows.start].tolist()
+                column = start + min(length, sinks)
+                states[rows, :, start:column] = held[rows, :, : column - start]
+                if packed is not None:
+                    states[rows, :, column : column + tiles * TILE_TOKENS] = packed[rows, :, : tiles * TILE_TOKENS]
+                first = sinks + tiles * TILE_TOKENS
+                if length > first:
+                    states[rows, :, start + first : start + length] = self.window.read(rows, first, length)[side]
+        if self.codecs.balance.factors is not None:
+            out[KEYS].copy_(self.codecs.balance.multiplied(out[KEYS]))
 
     # ------------------------------------------------------------------ dropping and moving
 
@@ -441,7 +444,9 @@ class PackedRows:
             tiles = max(0, (length - sinks) // TILE_TOKENS)
             start = sinks + tiles * TILE_TOKENS
             if length > start:
-                cut = [self._unpack(side, row, tiles, tiles + 1)[:, : length - start] for side in (KEYS, VALUES)]
+                tile = (slice(row, row + 1), slice(tiles, tiles + 1))
+                last = [unpack_pages(self._packed_side(side, *tile), self.dtype) for side in (KEYS, VALUES)]
+                cut = [states[0, :, : length - start] for states in last]
                 self.window.write(row, start, cut[KEYS], cut[VALUES])
             self.store.truncate(row, tiles)
             if not tiles:

@@ -96,19 +96,15 @@ class RowCodecs:
         if self._metric is not None and len(self._metric) != self.mean.shape[1]:
             self._metric = self._metric[heads].contiguous()
 
-    def tables(self, side: int, row: int | None = None) -> dict[int, Tensor]:
-        """Tier id -> ``[B or 1, H or 1, entries, vector_dim]`` of all rows, or of one row."""
-        if row is None:
-            return self._tables[side]
-        return {
-            tier: table[row : row + 1] if table.shape[0] > 1 else table for tier, table in self._tables[side].items()
-        }
+    def tables(self, side: int, rows: slice) -> dict[int, Tensor]:
+        """Tier id -> ``[b or 1, H or 1, entries, vector_dim]`` of some rows."""
+        return {tier: table[rows] if table.shape[0] > 1 else table for tier, table in self._tables[side].items()}
 
     def side(self, side: int, row: int) -> SideCodec:
         """How one side of one row is quantized."""
         tables = {}
         for codec in self._tiers:
-            table = self.tables(side, row)[codec.tier_id][0].float()
+            table = self.tables(side, slice(row, row + 1))[codec.tier_id][0].float()
             tables[codec.tier_id] = table[:, :, 0] if codec.table is Table.CENTROIDS else table[0]
         mean = self.mean[row] if side == KEYS else None
         shaping = self._shaping(row) if side == KEYS else None

@@ -6,7 +6,7 @@ or tiles were dropped, slots that no page names any more are free, and the lowes
 """
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -143,16 +143,6 @@ class TileStore:
     def pools(self, side: int) -> dict[int, Tensor]:
         """Tier id -> records, for one side."""
         return {tier: pool.records for (tier, width), pool in self._pools.items() if width == self._widths[side]}
-
-    def records(self, side: int, row: int, first: int, last: int) -> Iterator[tuple[int, NDArray[np.int64], Tensor]]:
-        """Per tier the ``[m, 2]`` heads and tiles, and the records, of tiles ``first`` to ``last - 1`` of a row."""
-        pages = torch.from_numpy(self._pages[side, row, :, first:last])
-        tiers, slots = page_tiers(pages), page_slots(pages)
-        for tier_id in tiers.unique().tolist():
-            places = (tiers == tier_id).nonzero()
-            chosen = slots[places[:, 0], places[:, 1]].to(self._device, torch.int64)
-            places[:, 1] += first
-            yield tier_id, places.numpy(), self._pools[(tier_id, self._widths[side])].records.index_select(0, chosen)
 
     def truncate(self, row: int, tiles: int) -> None:
         """Drop a row's tiles from ``tiles`` on."""

@@ -48,14 +48,14 @@ class ExactWindow:
         self.keys[row].index_copy_(1, slots, key_states)
         self.values[row].index_copy_(1, slots, value_states)
 
-    def read(self, row: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Copies of the tokens ``first`` to ``last - 1`` of one row, ``[H, n, D]``."""
+    def read(self, row: int | slice, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Copies of the tokens ``first`` to ``last - 1``, ``[H, n, D]`` of one row or ``[b, H, n, D]`` of several."""
         slots = self.slots(np.arange(first, last))
         if len(slots) and slots[-1] - slots[0] == len(slots) - 1:  # neighbours: nothing to upload
             part = slice(int(slots[0]), int(slots[-1]) + 1)
             return self.keys[row, :, part].clone(), self.values[row, :, part].clone()
         index = torch.from_numpy(slots).to(self.keys.device)
-        return self.keys[row].index_select(1, index), self.values[row].index_select(1, index)
+        return self.keys[row].index_select(-2, index), self.values[row].index_select(-2, index)
 
     def visible(self, lengths: Ints, first_recent: Ints) -> Tensor:
         """``[B, 1, slots]`` bool: which slots hold a token, given the rows' lengths and the ring's oldest tokens."""

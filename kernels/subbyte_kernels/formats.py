@@ -125,6 +125,17 @@ class PackedTiles:
     def head_dim(self) -> int:
         return self.rotation.shape[-1]
 
+    def table_rows(self, tier_id: int, unit: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """A tier's table ``[R, entries, d]`` fp32, if any, and its row for ``[m]`` units (row * heads + head)."""
+        table = self.tables.get(tier_id)
+        if table is None:
+            return None, None
+        flat = table.float().flatten(0, 1)
+        if flat.shape[0] == 1:
+            return flat, None
+        heads = self.pages.shape[1]
+        return flat, (unit // heads % table.shape[0]) * table.shape[1] + unit % heads % table.shape[1]
+
 
 # (encoding, bits of a code, values of a code) -> what the CUDA kernels call it
 _KERNEL_KINDS = {

@@ -227,25 +227,6 @@ def test_bytes_are_those_of_pools_and_pages() -> None:
     assert model.store.nbytes() == pages + pools
 
 
-def test_records_are_read_back_by_tier_and_place() -> None:
-    model = Model(2)
-    model.append(1, random_tiers(random.Random(3), 5))
-    seen = {}
-    for tier, places, records in model.store.records(1, 1, 2, 5):
-        assert places.shape == (len(records), 2)
-        for (head, tile), record in zip(places.tolist(), records.tolist(), strict=True):
-            seen[1, 1, head, tile] = (tier, record)
-    assert seen == {key: value for key, value in model.tiles.items() if key[0] == 1 and key[3] >= 2}
-
-
-def test_read_records_are_copies() -> None:
-    model = Model(1)
-    model.append_one(0)
-    for _, _, records in model.store.records(0, 0, 0, 1):
-        records.fill_(-7)
-    model.check()
-
-
 def test_pages_follow_every_change() -> None:
     """They are kept on the device between changes, and never longer."""
     model = Model(2)

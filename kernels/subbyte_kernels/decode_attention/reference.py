@@ -132,7 +132,7 @@ def gather_block(side: PackedTiles, first: int, last: int, dtype: torch.dtype) -
         fmt = side.formats[tier_id]
         unit = chosen // tiles  # row * heads + head
         records = pool.index_select(0, slots[chosen])
-        table, rows = _table(side, tier_id, unit, heads)
+        table, rows = side.table_rows(tier_id, unit)
         decoded, scale = decode_codes(records, fmt, dim, table, rows, dtype, side.order)
         if not fmt.rotated:
             if scale is not None:
@@ -153,18 +153,6 @@ def gather_block(side: PackedTiles, first: int, last: int, dtype: torch.dtype) -
         values = torch.zeros(len(flat), TILE_TOKENS, dim, dtype=torch.float32, device=device)
         scales = torch.zeros(len(flat), TILE_TOKENS, dtype=torch.float32, device=device)
     return values.view(batch, heads, -1, dim), scales.view(batch, heads, 1, -1)
-
-
-def _table(side: PackedTiles, tier_id: int, unit: Tensor, heads: int) -> tuple[Tensor | None, Tensor | None]:
-    """A tier's table as ``[R, entries, d]`` fp32 and the row of it that each (row, head) unit uses."""
-    table = side.tables.get(tier_id)
-    if table is None:
-        return None, None
-    flat = table.float().flatten(0, 1)
-    if flat.shape[0] == 1:
-        return flat, None
-    row, head = unit // heads, unit % heads
-    return flat, (row % table.shape[0]) * table.shape[1] + head % table.shape[1]
 
 
 def _blocks(exact: ExactTokens, group: int, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
