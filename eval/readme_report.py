@@ -16,6 +16,9 @@ RESULTS = ROOT / "eval" / "results"
 ATTENTION = ROOT / "kernels" / "benchmarks" / "results" / "decode_attention.json"
 _GIB = 2**30
 _SHOWN_BATCHES = (1, 8)
+_NO_DISTRIBUTED = (
+    "Not measured yet: `torchrun --nproc-per-node 2 eval/distributed.py eval/configs/distributed.json expert`."
+)
 _MEMORY = {"Mixtral-8x7B": "mixtral-8x7b", "Qwen3-30B-A3B": "qwen3-30b-a3b", "DeepSeek-V2-Lite": "deepseek-v2-lite"}
 
 
@@ -157,13 +160,44 @@ def _offload_cell(row: Row | None) -> str:
     return f"{row['ms']:.1f}" + ("" if bound is None else f" ({bound:.0%})")
 
 
+_PLACEMENTS = ("native", "by index", "clustered", "clustered, soft")
+
+
 def distributed() -> str:
-    """Steps on several GPUs beside one."""
+    """Steps on one GPU and on two, and what crosses between them: a line a model and batch, packed cache."""
+    cells: dict[tuple[str, int, int], dict[str, Row]] = {}
+    rows = _rows("distributed")
+    for row in rows:
+        if row["cache"] != "bf16":
+            mode = row["placement"] if row["mode"] == "expert" else row["mode"]
+            cells.setdefault((row["model"], row["layers"], row["batch"]), {})[mode] = row
+    if not cells:
+        return _NO_DISTRIBUTED
+    lines = []
+    for (model, layers, batch), found in cells.items():
+        spans = [found.get(mode) for mode in ("single", "tensor", *_PLACEMENTS)]
+        crossed = [_crossing(found[mode]) for mode in _PLACEMENTS if mode in found]
+        lines.append(
+            [
+                f"{model}, {layers} layers, batch {batch}",
+                *("-" if row is None else f"{row['ms']:.1f}" for row in spans),
+                " / ".join(crossed),
+            ]
+        )
+    header = ["step, ms", "one GPU", "tensor parallel", *(f"experts {name}" for name in _PLACEMENTS)]
+    note = (
+        "Two GPUs but for the first column; eager steps, which launches bound, so that more GPUs and more to launch "
+        f"take longer; {', '.join(dict.fromkeys(row['cache'] for row in rows if row['cache'] != 'bf16'))}"
+    )
+    context = ", ".join(f"{tokens:,}" for tokens in dict.fromkeys(row["context"] for row in rows))
+    return f"{table([*header, 'KB a token across'], lines)}\n\n{note}; {context} tokens a row; {_devices(rows)}"
+
+
+def distributed_all() -> str:
+    """Every step on several GPUs: beside its limit, and bytes across beside what the trace of experts foretells."""
     rows = _rows("distributed")
     if not rows:
-        return (
-            "Not measured yet: `torchrun --nproc-per-node 2 eval/distributed.py eval/configs/distributed.json expert`."
-        )
+        return _NO_DISTRIBUTED
     lines = [
         [
             f"{row['model']}, {row['layers']} layers, batch {row['batch']}, {row['cache']}",
@@ -171,13 +205,21 @@ def distributed() -> str:
             row["placement"],
             f"{row['ms']:.2f}",
             f"{row['roofline_share']:.0%}",
-            f"{(row['attention_bytes'] + row['expert_bytes']) / 1e3:,.0f}",
+            shown(row["prompt_ms"], ".0f"),
+            _crossing(row),
+            "-" if row["expert_bytes_predicted"] is None else f"{row['expert_bytes_predicted'] / 1e3:,.1f}",
+            f"{row['expert_bytes'] / 1e3:,.1f}",
         ]
         for row in rows
     ]
+    header = ["model", "GPUs, parallel", "experts", "step, ms", "of the roofline"]
+    header += [f"{rows[0]['prompt_tokens']:,} tokens read, ms", "KB a token across", "of experts, foretold", "counted"]
     context = ", ".join(f"{tokens:,}" for tokens in dict.fromkeys(row["context"] for row in rows))
-    header = ["model", "GPUs, parallel", "experts", "step, ms", "of the roofline", "KB a token across"]
     return f"{table(header, lines)}\n\n{context} tokens a row; {_devices(rows)}"
+
+
+def _crossing(row: Row) -> str:
+    return f"{(row['attention_bytes'] + row['expert_bytes']) / 1e3:,.0f}"
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
@@ -187,4 +229,5 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "latency_short": latency_short,
     "experts": experts,
     "distributed": distributed,
+    "distributed_all": distributed_all,
 }

@@ -161,7 +161,8 @@ def missing(config: str) -> str:
 
 
 def policies(rows: list[Row]) -> str:
-    """The short table: policies at equal bits, one line each, KL in both protocols and what retrieval loses."""
+    """The short table: policies at equal bits and one codebook, a line each, KL in both protocols, retrieval."""
+    rows = [row for row in rows if row["codebook"] in (None, "universal")]
     chosen = []
     for model in dict.fromkeys(row["model"] for row in rows):
         contexts = sorted({row["context"] for row in rows if row["model"] == model})
