@@ -5,8 +5,6 @@ kernel runs in the interpreter where there is no CUDA device.
 """
 
 import importlib.util
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,6 +31,7 @@ from support.attention import (
     assert_identical,
     supports,
 )
+from support.compiling import compiled
 from support.packing import gaussian, generator
 
 
@@ -391,49 +390,8 @@ def test_triton_computes_no_gradients(kernel: Kernel) -> None:
         assert case.obstacle(kernel) is None
 
 
-COMPILED = """
-import sys
-import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-
-
-class Hopper:
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-    get_current_device = get_current_stream = staticmethod(lambda *_: 0)
-    get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
-
-
-class Compiled:
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        return lambda *arguments, **options: print(
-            "compiled", self.kernel.warmup(*arguments, grid=grid, **options).metadata.name
-        )
-
-
-driver.set_active(Hopper())
-from subbyte_kernels.decode_attention import triton_kernel
-
-on_cuda = lambda choose: lambda *arguments: choose(*arguments[:-1], torch.device("cuda"))
-triton_kernel._block_tokens = on_cuda(triton_kernel._block_tokens)
-triton_kernel._dot_types = on_cuda(triton_kernel._dot_types)
-for name in ("decode_attention_kernel", "merge_parts_kernel"):
-    setattr(triton_kernel, name, Compiled(getattr(triton_kernel, name)))
-for call in torch.load(sys.argv[1], weights_only=False):
-    triton_kernel.decode_attention_triton(*call)
-"""
-
-
 @pytest.mark.slow
 def test_triton_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
-    """The interpreter takes code that the compiler refuses, and shapes on which it aborts."""
-    pytest.importorskip("triton", reason="needs triton")
-    if CUDA:
-        pytest.skip("compiled in all other tests")
     every = ["vq175", "vq2", "vq3", "vq4", "fp6", "fp8"]
     cases = [
         Case(every, every, heads=1, dim=128, group=8, counts=(6,)),
@@ -447,14 +405,10 @@ def test_triton_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     cases[1].softcap, cases[2].sink_logits = 30.0, torch.zeros(20)
     calls = [(case.query, case.exact, case.tiles, case.scaling, case.softcap, case.sink_logits, 2) for case in cases]
     calls.append((cases[0].query, cases[0].exact, None, 1.0, None, None, None))
-    torch.save(calls, tmp_path / "calls.pt")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED, str(tmp_path / "calls.pt")],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
+    found = compiled(
+        tmp_path,
+        "subbyte_kernels.decode_attention.triton_kernel",
+        [("decode_attention_triton", call) for call in calls],
+        by_device=("_block_tokens", "_dot_types"),
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split().count("decode_attention_kernel") == len(calls)
+    assert found["decode_attention_kernel"] == len(calls)
