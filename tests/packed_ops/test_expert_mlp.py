@@ -4,7 +4,9 @@ Accuracy: the error of a kernel is at most twice that of PyTorch's products in t
 the interpreter where there is no CUDA device.
 """
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,8 @@ from subbyte_kernels.expert_mlp import (
     workspace_bytes,
 )
 from subbyte_kernels.expert_mlp.config import CudaConfig
+from subbyte_kernels.expert_mlp.reference import ACTIVATIONS
+from support.compiling import compiled
 from support.experts_mlp import CUDA, DEVICE, LAYOUTS, expert_call, layout
 
 
@@ -289,6 +293,43 @@ def test_it_compiles(name: str, down: bool, bucket: int) -> None:
         config=CudaConfig(8, 4, 2, 4, 8),
     )
     assert nvrtc.compile_source(nvrtc.full_text(cuda_kernel.SOURCE, variant.defined()), "expert_mlp.cu", "sm_90")
+
+
+def every_kind() -> Iterator[ExpertCall]:
+    """Calls of one and of several tokens with every layout, dtype and activation; slots and shared experts in turn."""
+    slots = torch.arange(8, dtype=torch.int32)
+    kinds = [(name, torch.bfloat16) for name in LAYOUTS] + [("model", torch.float16), ("model", torch.float32)]
+    for number, (name, dtype) in enumerate(kinds):
+        apart = expert_call(layout(name, 256, 48, dtype), experts=1, top_k=1)
+        for tokens in (1, 2 + 2 * number):
+            call = expert_call(
+                layout(name, 256, 144, dtype),
+                experts=8,
+                top_k=1 + number,
+                tokens=tokens,
+                activation=list(ACTIVATIONS)[(number + tokens) % 4],
+            )
+            if number % 2 == (tokens > 1):
+                call = replace(call, slots=slots, expert_ids=call.expert_ids.int())
+            else:
+                scale = None if number < 2 else call.expert_weights[:, 0].contiguous()
+                shared = SharedExpert(apart.gate_up[0], apart.down[0], 48, scale)
+                call = replace(call, shared=shared, residual=call.hidden)
+            yield call
+
+
+@pytest.mark.slow
+def test_triton_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    calls = list(every_kind())
+    found = compiled(
+        tmp_path,
+        "subbyte_kernels.expert_mlp.triton_kernel",
+        [("expert_mlp_triton", (call,)) for call in calls],
+        by_device=("_dot_type",),
+    )
+    launches = len(calls) + sum(call.shared is not None for call in calls)
+    lists = sum(len(call.hidden) > 1 for call in calls)
+    assert found == {"_gate_up_kernel": launches, "_down_kernel": launches, "_list_kernel": lists}
 
 
 @pytest.mark.gpu

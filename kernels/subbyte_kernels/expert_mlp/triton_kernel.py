@@ -103,9 +103,16 @@ def _weights(base, row, column, row_mask, WIDTH: tl.constexpr, FORMAT: tl.conste
     """``[rows, columns]`` of a matrix, fp32."""
     inside = row_mask[:, None] & (column < WIDTH)[None, :]
     if FORMAT == 0:
-        return tl.load(base + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=inside, other=0.0).to(
-            tl.float32
-        )
+        place = base + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        weights = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    else:  # the compiler goes on after a return: what divides by the group must stand in a branch of its own
+        weights = _coded_weights(base, row, column, inside, WIDTH, FORMAT, GROUP)
+    return weights
+
+
+@_jit
+def _coded_weights(base, row, column, inside, WIDTH: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr):
+    """``[rows, columns]`` of a packed matrix, fp32."""
     codes: tl.constexpr = 512 if FORMAT == 1 else 1024
     groups: tl.constexpr = 128 // GROUP
     blocks: tl.constexpr = (WIDTH + 127) // 128
@@ -352,18 +359,23 @@ def _blocks(layout: ExpertLayout, tokens: int) -> tuple[int, int]:
     return _ONE_TOKEN_BLOCKS[layout.packed] if tokens == 1 else _TOKENS_BLOCKS
 
 
+def _dot_type(dtype: torch.dtype, device: torch.device) -> Any:
+    """Type in which several tokens are multiplied; the interpreter holds bf16 as integers."""
+    if device.type == "cpu":
+        return tl.float32
+    return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
+
+
 def _options(common: dict[str, Any], layout: ExpertLayout) -> dict[str, Any]:
     hidden: Tensor = common["hidden"]
     rows, columns = _blocks(layout, common["tokens"])
-    # the interpreter holds bf16 as integers
-    dot = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[hidden.dtype]
     return {
         "H": layout.hidden,
         "I": layout.intermediate,
         "ONE": common["tokens"] == 1,
         "FORMAT": _FORMATS[layout.format],
         "GROUP": layout.scale_columns,
-        "DOT": dot if hidden.is_cuda else tl.float32,
+        "DOT": _dot_type(hidden.dtype, hidden.device),
         "BLOCK_ROWS": rows,
         "BLOCK_COLUMNS": columns,
         "num_warps": 4,
