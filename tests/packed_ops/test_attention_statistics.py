@@ -1,5 +1,8 @@
 """Mass and weight of tokens against one dense softmax."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from subbyte_kernels.attention_statistics import (
     probe_attention_reference,
     reference,
 )
+from support.compiling import compiled
 from support.packing import gaussian
 
 
@@ -130,6 +134,7 @@ CASES = {
     "one token": (3, 1, 1, 1, 96, 96, None, False, torch.float32),
     "bf16": (8, 2, 64, 1000, 128, 128, None, False, torch.bfloat16),
     "256 wide": (4, 2, 64, 200, 256, 256, 20.0, False, torch.bfloat16),
+    "256 wide in fp32": (2, 1, 40, 130, 256, 256, 20.0, False, torch.float32),
 }
 
 
@@ -165,6 +170,23 @@ def test_the_kernels_compute_what_the_references_do(case: str) -> None:
     mass, weight = kernels.token_statistics_triton(*given)
     torch.testing.assert_close(mass, stats.mass, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(weight, stats.weight, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.slow
+def test_triton_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    for query_heads, heads, samples, tokens, dim, value_dim, softcap, sinks, dtype in CASES.values():
+        if dtype is torch.float32 and dim > 16:
+            continue  # products in fp32 are unrolled: one of 256 columns takes the compiler 10 s
+        sizes = ((query_heads, samples, dim), (heads, tokens, dim), (heads, tokens, value_dim))
+        query, keys, values = (gaussian(*size, seed=1).to(dtype) for size in sizes)
+        visible = torch.ones(samples, tokens, dtype=torch.bool)
+        logits = torch.zeros(query_heads) if sinks else None
+        calls.append(("probe_attention_triton", (query, keys, values, visible, 0.3, softcap, logits)))
+        lse = torch.zeros(query_heads, samples)
+        calls.append(("token_statistics_triton", (query, torch.arange(samples), lse, keys, 0, 0.3, softcap)))
+    found = compiled(tmp_path, "subbyte_kernels.attention_statistics.triton_kernel", calls)
+    assert found == {"_probe_kernel": len(calls) // 2, "_statistics_kernel": len(calls) // 2}
 
 
 def test_a_cpu_measures_by_the_reference() -> None:

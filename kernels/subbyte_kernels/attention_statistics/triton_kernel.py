@@ -157,6 +157,11 @@ if triton is not None:
         tl.store(mass_ptr + head.to(tl.int64) * tl.num_programs(1) + block, tl.sum(mass, 0))
 
 
+def _step(row_bytes: int) -> tuple[int, int]:
+    """Tokens of a step and its stages: what lies in shared memory must stay below 160 KiB, whatever the width."""
+    return (_TOKENS, 3) if row_bytes <= 512 else (_TOKENS // 2, 2)
+
+
 def _padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
@@ -183,6 +188,7 @@ def probe_attention_triton(
     wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * _processors(keys.device), query_heads * blocks)
     split_tokens = _TOKENS * triton.cdiv(triton.cdiv(tokens, _TOKENS), max(1, wanted))
     splits = max(1, triton.cdiv(tokens, split_tokens))
+    step_tokens, stages = _step((_padded(dim) + _padded(value_dim)) * keys.element_size())
     output = keys.new_empty(splits, query_heads, samples, value_dim, dtype=torch.float32)
     state = keys.new_empty(3, splits, query_heads, samples, dtype=torch.float32)
     _probe_kernel[query_heads, blocks, splits](
@@ -190,7 +196,7 @@ def probe_attention_triton(
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         samples, tokens, split_tokens, scaling, 0.0 if softcap is None else softcap,
         GROUP=query_heads // heads, D=dim, DV=value_dim, PAD_D=_padded(dim), PAD_DV=_padded(value_dim),
-        SOFTCAP=softcap is not None, QUERIES=_QUERIES, TOKENS=_TOKENS,
+        SOFTCAP=softcap is not None, QUERIES=_QUERIES, TOKENS=step_tokens, num_stages=stages,
     )  # fmt: skip
     return _merged(output, state, sink_logits)
 
@@ -234,6 +240,6 @@ def token_statistics_triton(
         query.to(keys.dtype).contiguous(), query_index, lse.float().contiguous(), keys, weight, mass,
         keys.stride(0), keys.stride(1), samples, tokens, first_index, scaling, 0.0 if softcap is None else softcap,
         GROUP=query_heads // heads, D=dim, PAD_D=_padded(dim), SOFTCAP=softcap is not None,
-        QUERIES=_QUERIES, TOKENS=_TOKENS,
+        QUERIES=_QUERIES, TOKENS=_TOKENS, num_stages=_step(_padded(dim) * keys.element_size())[1],
     )  # fmt: skip
     return mass.sum(1) / (query_heads // heads * samples), weight
