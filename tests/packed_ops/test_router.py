@@ -5,6 +5,7 @@ Triton's kernels run in the interpreter where there is no CUDA device.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from hf_subbyte_moe.ops_moe import router
 from subbyte_kernels import nvrtc
 from subbyte_kernels.router import Routed, RouterMatrix, RouterSpec, cuda_kernel, router_reference, triton_kernel
+from support.compiling import compiled
 
 
 pytest.importorskip("triton", reason="needs triton")
@@ -226,6 +228,18 @@ def test_it_compiles(name: str) -> None:
         weights=torch.float32,
     )
     assert nvrtc.compile_source(nvrtc.full_text(cuda_kernel._SOURCE, variant.defined()), "router.cu", "sm_90")
+
+
+@pytest.mark.slow
+def test_triton_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    calls: list[tuple[Any, ...]] = [(*given(name, 2, 60), spec) for name, spec in SPECS.items()]
+    hidden, matrix = given("qwen3_moe", 16, 128, width=2048)
+    calls.append((hidden, matrix, SPECS["qwen3_moe"], RouterMatrix(matrix.weight.flip(0)), 6))
+    calls.append((*given("deepseek_v3", 1, 256, width=7168), replace(V3, top_k=8, groups=8, groups_kept=4)))
+    calls.append((hidden.half(), RouterMatrix(matrix.weight.half()), SPECS["mixtral"]))
+    calls.append((hidden.float(), RouterMatrix(matrix.weight.float()), SPECS["mixtral"]))
+    found = compiled(tmp_path, "subbyte_kernels.router.triton_kernel", [("router_triton", call) for call in calls])
+    assert found == {"_logits_kernel": len(calls) + 1, "_choose_kernel": len(calls) + 1}
 
 
 @pytest.mark.gpu
