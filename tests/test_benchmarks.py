@@ -1,6 +1,9 @@
 """The benchmark scripts, as far as they need no GPU."""
 
+import contextlib
 import json
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -258,11 +261,105 @@ def test_filters_and_deadlines(scripts: Any) -> None:
     assert only.backend("triton")
     with pytest.raises(ValueError, match="--only 'heads=4' is not possible"):
         limits.Only(["heads=4"])
+    with pytest.raises(ValueError, match=r"--only 'pair=mix-2\.3' is not possible: a pair is one of"):
+        limits.Only(["pair=mix-2.5", "pair=mix-2.3"])
+    with pytest.raises(ValueError, match="--only 'backend=cpu' is not possible: a backend is one of"):
+        limits.Only(["backend=cpu"])
     budget = limits.Budget(10.0)
     assert budget.allows(5.0, "short")
     assert not budget.allows(20.0, "long")
     assert budget.skipped == ["long"]
     assert limits.Budget(None).allows(1e9, "anything")
+
+
+def test_what_runs_when_the_seconds_are_over_is_broken_off_and_remembered(scripts: Any) -> None:
+    def swallows() -> str:
+        with contextlib.suppress(scripts.limits.DeadlineError):
+            time.sleep(30)
+        return "made of half a measurement"
+
+    def raises_its_own() -> None:
+        try:
+            time.sleep(30)
+        finally:
+            raise RuntimeError("the capture was invalidated")
+
+    handler = signal.getsignal(signal.SIGALRM)
+    start = time.monotonic()
+    for call in (lambda: time.sleep(30), swallows, raises_its_own):
+        budget = scripts.limits.Budget(0.05)
+        assert budget.within("a row", call) is None
+        assert budget.skipped == ["a row"]
+    assert time.monotonic() - start < 5
+    for budget in (scripts.limits.Budget(10.0), scripts.limits.Budget(None)):
+        assert budget.within("a row", lambda: 3) == 3
+        with pytest.raises(RuntimeError, match="lost"):
+            budget.within("a row", lambda: raise_(RuntimeError("the device was lost")))
+        assert not budget.skipped
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def raise_(problem: Exception) -> None:
+    raise problem
+
+
+@pytest.mark.parametrize("slow", ["time_baselines", "measure"])
+def test_a_run_ends_when_its_seconds_are_over_and_says_what_it_was_doing(
+    slow: str, scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allows = scripts.limits.Budget.allows
+    monkeypatch.setattr(scripts.limits.Budget, "allows", lambda budget, _, what: allows(budget, 0.0, what))
+    monkeypatch.setattr(scripts.run, "time_baselines", lambda *_: [])
+    monkeypatch.setattr(scripts.run, "time_quantized_cache", lambda *_: baseline(scripts, "other", 1.0))
+    monkeypatch.setattr(scripts.run, slow, lambda *_: time.sleep(60))
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(scripts.run.main)
+    out = tmp_path / "decode_attention.json"
+    start = time.monotonic()
+    words = [
+        "--smoke",
+        "--out",
+        str(out),
+        "--only",
+        "shape=mixtral",
+        "--only",
+        "context=300",
+        "--only",
+        "pair=vq2/vq2",
+    ]
+    done = CliRunner().invoke(app, [*words, "--deadline", "2"])
+    assert time.monotonic() - start < 20
+    assert "making packed caches, compiling" in done.output or slow != "measure"
+    found = scripts.results.load(out)
+    assert found["rows"] == []
+    cell = "Mixtral-8x7B, batch 1, 300 tokens"
+    broken = cell if slow == "time_baselines" else f"{cell}, vq2/vq2, torch"
+    assert scripts.results.skipped(broken) in found["notes"]
+
+
+def test_baselines_of_the_file_are_not_timed_again(
+    scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripts.run, "time_baselines", lambda *_: pytest.fail("a baseline was timed"))
+    cell = scripts.shapes.smoke_grid()[0]
+    known = scripts.results.baseline_records(cell, [baseline(scripts, "sdpa flash gqa", 40.0)])
+    out = tmp_path / "decode_attention.json"
+    scripts.results.save({"conditions": CONDITIONS, "rows": [], "baselines": known, "notes": []}, out)
+    only = scripts.limits.Only(["pair=vq2/vq2"])
+    earlier = scripts.results.load(out)
+    with torch.no_grad():
+        run = scripts.run.Run(CPU, out, only, scripts.limits.Budget(None), earlier, smoke=True)
+        run.cell(cell, reuse=True)
+    assert [row["baseline_us"] for row in run.rows] == [40.0]
+
+
+def test_a_cell_without_a_row_is_not_begun(scripts: Any) -> None:
+    planned, shapes = scripts.run.planned, scripts.shapes
+    only = scripts.limits.Only(["backend=cuda", "pair=mix-2.5"])
+    with_rows = [cell for cell in shapes.grid() if planned(cell, only, smoke=False, on_gpu=True)]
+    assert {cell.shape for cell in with_rows} == set(shapes.SHAPES)
+    assert [backend for _, backend in planned(with_rows[0], only, smoke=False, on_gpu=True)] == ["cuda"]
 
 
 def test_a_tuned_configuration_replaces_the_one_of_its_device_and_size(scripts: Any, tmp_path: Path) -> None:
@@ -289,6 +386,7 @@ def test_the_winner_is_right_for_all_pairs_and_the_fastest_on_average(scripts: A
     [
         (["--smoke", "--only", "colour=red"], "--only 'colour=red' is not possible"),
         (["--smoke", "--only", "shape=nosuch"], "--only leaves nothing of"),
+        (["--only", "pair=foo"], "--only 'pair=foo' is not possible: a pair is one of ['vq175/vq175', 'vq2/vq2',"),
         (["--report", "--out", "nowhere.json"], "there is no result file 'nowhere.json'"),
         (["--plot", "--out", "nowhere.json"], "there is no result file 'nowhere.json'"),
     ],

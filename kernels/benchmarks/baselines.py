@@ -101,15 +101,18 @@ def sdpa_candidates(cell: Cell) -> Iterator[tuple[str, Attention]]:
             yield f"sdpa {name} {form}", functools.partial(_sdpa, backend=backend, folded=folded)
 
 
-def time_baselines(cell: Cell, clock: Clock) -> list[Baseline]:
-    """Time everything in one cell. The caches are gone when it returns."""
+def time_baselines(cell: Cell, clock: Clock, tell: Callable[[str], None]) -> list[Baseline]:
+    """Time everything in one cell, telling what comes next. The caches are gone when it returns."""
+    tell("making bf16 caches")
     sets = [plain_input(cell, clock.device, seed) for seed in range(sets_wanted(cell.plain_bytes, clock.device))]
     gate = plain_gate(cell, sets[0])
     timed: list[Baseline] = []
+    tell("timing PyTorch's attention, each back end in two forms")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns of each back end that cannot do a call
         for name, attention in sdpa_candidates(cell):
             timed.append(_time(name, attention, sets, gate, clock, _best_us(timed)))
+    tell("compiling and tuning Triton's attention")
     timed.append(_time_split_k(cell, sets, gate, clock))
     return timed
 

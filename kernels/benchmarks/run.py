@@ -1,8 +1,10 @@
 """Time decode attention over packed tiles beside bf16 attention: ``python kernels/benchmarks/run.py``.
 
 It needs a CUDA device. A full run takes about 8 minutes and writes ``results/decode_attention.json`` after each cell
-(a model shape, a batch, a context). ``--smoke`` goes through everything with tiny caches, on a CPU too. ``--tune``
-chooses the CUDA kernel's configurations instead; ``--plot`` and ``--report`` only read the result file.
+(a model shape, a batch, a context). What a packed cache is compared with comes first in a cell and takes longest: all
+attention of PyTorch, and ours in Triton, which is compiled and tuned. ``--merge --reuse-baselines`` takes it from the
+file and begins with rows. ``--smoke`` goes through everything with tiny caches, on a CPU too. ``--tune`` chooses the
+CUDA kernel's configurations instead; ``--plot`` and ``--report`` only read the result file.
 """
 
 import datetime
@@ -12,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -67,13 +70,14 @@ def measure(cell: Cell, variant: Variant, backend: str, clock: Clock) -> Measure
     return Measured(timing, size, error, gate.plain_error)
 
 
-def _time_cell_baselines(cell: Cell, clock: Clock, notes: list[str], quantized: bool) -> list[Baseline]:
+def _time_cell_baselines(cell: Cell, clock: Clock, notes: list[str], tell: Callable[[str], None]) -> list[Baseline]:
     """All baselines of a cell, or none with a note where its cache does not fit the device."""
     timed: list[Baseline] = []
     try:
-        timed = time_baselines(cell, clock)
+        timed = time_baselines(cell, clock, tell)
         check_device(clock.device)
-        if quantized:
+        if cell.shape is MIXTRAL and cell.batch == 1:
+            tell("timing Transformers' QuantizedCache")
             other = time_quantized_cache(cell, clock)
             timed.append(other)
             if other.failed:
@@ -114,6 +118,15 @@ def _output(*command: str) -> str:
     return (done.stdout.strip().splitlines() or ["unknown"])[0] if done.returncode == 0 else "unknown"
 
 
+def planned(cell: Cell, only: Only, smoke: bool, on_gpu: bool) -> list[tuple[Variant, str]]:
+    """What is timed in a cell beside its baselines."""
+    return [
+        (variant, backend)
+        for variant in filter(only.variant, variants(cell, smoke))
+        for backend in filter(only.backend, backends(cell, variant, smoke) if on_gpu else ["torch"])
+    ]
+
+
 class Run:
     """One run: cells one after the other, the result file written after each."""
 
@@ -145,27 +158,28 @@ class Run:
 
     def cell(self, cell: Cell, reuse: bool) -> None:
         """Everything in one cell."""
-        # a pass over all baselines reads the cache some hundred times
-        if not self.budget.allows(5 + cell.plain_bytes / 4e9, cell.name):
-            return
         timed = results.baselines_of(cell, self.earlier["baselines"]) if reuse and self.earlier is not None else []
         if not timed:
-            quantized = cell.shape is MIXTRAL and cell.batch == 1
-            timed = _time_cell_baselines(cell, self.clock, self.notes, quantized)
+            # a pass over all baselines reads the cache some hundred times
+            if not self.budget.allows(5 + cell.plain_bytes / 4e9, cell.name):
+                return
+            tell = functools.partial(self._tell, cell, "bf16")
+            time_all = functools.partial(_time_cell_baselines, cell, self.clock, self.notes, tell)
+            timed = self.budget.within(cell.name, time_all) or []
             self.baselines += results.baseline_records(cell, timed)
         best = fastest(timed)
         self._tell(cell, "best bf16", "-" if best is None else f"{best.us:8.1f} us  {best.name}")
-        for variant in filter(self.only.variant, variants(cell, self.smoke)):
-            for backend in filter(self.only.backend, self._backends(cell, variant)):
-                if self.budget.allows(4 + cell.plain_bytes / 4e10, f"{cell.name}, {variant.name}, {backend}"):
-                    self._variant(cell, variant, backend, best)
-                    check_device(self.clock.device)
+        for variant, backend in planned(cell, self.only, self.smoke, self.clock.device.type == "cuda"):
+            name = f"{cell.name}, {variant.name}, {backend}"
+            if self.budget.allows(4 + cell.plain_bytes / 4e10, name):
+                if backend not in {line["backend"] for line in self.rows}:
+                    self._tell(cell, f"{variant.name} {backend}", "making packed caches, compiling")
+                measured = self.budget.within(name, functools.partial(measure, cell, variant, backend, self.clock))
+                if measured is not None:
+                    self._add(cell, variant, backend, measured, best)
+                check_device(self.clock.device)
 
-    def _backends(self, cell: Cell, variant: Variant) -> list[str]:
-        return backends(cell, variant, self.smoke) if self.clock.device.type == "cuda" else ["torch"]
-
-    def _variant(self, cell: Cell, variant: Variant, backend: str, best: Baseline | None) -> None:
-        measured = measure(cell, variant, backend, self.clock)
+    def _add(self, cell: Cell, variant: Variant, backend: str, measured: Measured, best: Baseline | None) -> None:
         copy_gbs = self.conditions["copy_gbs"]
         line = results.row(cell, variant, backend, measured, best, copy_gbs, self.conditions)
         if variant is MIX:
@@ -250,7 +264,10 @@ def main(
         list[str] | None,
         typer.Option(help="shape=, batch=, context=, pair= or backend=; repeat for more. Example: pair=vq2/vq2."),
     ] = None,
-    deadline: Annotated[float | None, typer.Option(help="Seconds; what no longer fits is skipped and listed.")] = None,
+    deadline: Annotated[
+        float | None,
+        typer.Option(help="Seconds without imports; what no longer fits is skipped or broken off, and listed."),
+    ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Keep rows of the result file that this run lacks.")] = False,
     reuse: Annotated[
         bool, typer.Option("--reuse-baselines", help="With --merge: take baselines from the result file.")
@@ -268,6 +285,7 @@ def main(
 
     Example: run.py --only shape=mixtral --only batch=1 --deadline 120
     """
+    budget, wanted = Budget(deadline), Only(only or [])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if smoke and out is None:
         out = Path(tempfile.mkdtemp(prefix="decode_attention_")) / "decode_attention.json"
@@ -281,14 +299,14 @@ def main(
         if report:
             results.render_readme(result_file=target)
         return
+    cells = [cell for cell in (smoke_grid() if smoke else grid()) if wanted.cell(cell)]
+    if not tuning:
+        cells = [cell for cell in cells if planned(cell, wanted, smoke, device.type == "cuda" or not smoke)]
+    if not cells:
+        raise ValueError(f"--only leaves nothing of {[cell.name for cell in grid()]}")
     if device.type != "cuda" and (tuning or not smoke):
         raise ValueError("measuring needs a CUDA device; --smoke goes through everything on a CPU")
     torch.set_float32_matmul_precision("highest")
-    wanted = Only(only or [])
-    budget = Budget(deadline)
-    cells = [cell for cell in (smoke_grid() if smoke else grid()) if wanted.cell(cell)]
-    if not cells:
-        raise ValueError(f"--only leaves nothing of {[cell.name for cell in grid()]}")
     with torch.no_grad():
         if tuning:
             configs = target.with_name("configs.json") if smoke else CONFIGS
