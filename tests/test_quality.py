@@ -96,6 +96,8 @@ def run_cli(
         given = [str(file), "--texts", str(texts), "--out", str(out), "--commit", "abc1234", *more]
         done = CliRunner().invoke(app, given, env={"COLUMNS": "250"})
         held = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"rows": [], "dropped": []}
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            raise done.exception
         return SimpleNamespace(code=done.exit_code, output=done.output, **held)
 
     invoke.app = app  # type: ignore[attr-defined]

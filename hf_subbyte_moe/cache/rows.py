@@ -96,8 +96,10 @@ class RowCodecs:
         if self._metric is not None and len(self._metric) != self.mean.shape[1]:
             self._metric = self._metric[heads].contiguous()
 
-    def tables(self, side: int, rows: slice) -> dict[int, Tensor]:
-        """Tier id -> ``[b or 1, H or 1, entries, vector_dim]`` of some rows."""
+    def tables(self, side: int, rows: slice | None = None) -> dict[int, Tensor]:
+        """Tier id -> ``[b or 1, H or 1, entries, vector_dim]`` of some rows, or the tables themselves of all."""
+        if rows is None:
+            return self._tables[side]
         return {tier: table[rows] if table.shape[0] > 1 else table for tier, table in self._tables[side].items()}
 
     def side(self, side: int, row: int) -> SideCodec:
