@@ -1,6 +1,7 @@
 """The calculator: parameters as published, bytes as measured, and no measurement faster than its floor."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from transformers import MixtralConfig
 from typer.testing import CliRunner
 
 from hf_subbyte_moe import cli
+from hf_subbyte_moe.cli.bench_latency import _WEIGHT_BITS
 from hf_subbyte_moe.codecs import get_codec
 from hf_subbyte_moe.config import KVCacheConfig
 from hf_subbyte_moe.roofline import H200, LayerCache, Shape, read_config, shape_of, step, steps
@@ -17,6 +19,7 @@ from hf_subbyte_moe.roofline import H200, LayerCache, Shape, read_config, shape_
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "eval" / "configs" / "models"
+RESULTS = ROOT / "eval" / "results"
 KERNEL_ROWS = ROOT / "kernels" / "benchmarks" / "results" / "decode_attention.json"
 SCALE_BITS = 16 / 128  # of a token's scale, at head_dim 128
 
@@ -91,10 +94,35 @@ def test_no_measured_generation_beats_its_floor() -> None:
     config = read_config(str(CONFIGS / "mixtral-8x7b.json"))
     config.num_hidden_layers = 4
     made = shape_of(config)
-    for row in rows_of(ROOT / "eval" / "results" / "generate_speed.json"):
+    for row in rows_of(RESULTS / "generate_speed.json"):
         packed = row["cache"] != "dynamic"
         floor = step(made, row["context"], row["batch"], 1, 2.125 if packed else None)
         assert floor.ms < 1.15 * row["ms_mean"], row
+
+
+def test_every_measured_step_reaches_the_share_that_is_computed() -> None:
+    """Of whole models on one GPU, from their configs alone, beside bytes that were counted while they ran."""
+    rows = rows_of(RESULTS / "latency.json")
+    assert {row["model"] for row in rows} >= {"Qwen3-30B-A3B", "Mixtral-8x7B", "Mixtral-8x22B"}
+    for row in rows:
+        made = shape(row["model"])
+        made = replace(made, expert_bytes=made.expert_bytes * _WEIGHT_BITS[row["weights"]] / _WEIGHT_BITS["bf16"])
+        assert row["policy"] == "uniform:vq2"
+        bits = None if row["system"].startswith("stock") else get_codec("vq2").format.bits_per_value(128)
+        floor = step(made, row["context"], row["batch"], 1, bits)
+        assert floor.ms / row["ms_generate"] == pytest.approx(row["share_of_roofline"], rel=0.15), row
+
+
+def test_no_step_on_several_gpus_beats_its_floor() -> None:
+    rows = rows_of(RESULTS / "distributed.json")
+    assert {row["gpus"] for row in rows} == {1, 2}
+    for row in rows:
+        config = read_config(str(CONFIGS / f"{row['model']}.json"))
+        config.num_hidden_layers = row["layers"]
+        bits = None if row["cache"] == "bf16" else 2.5
+        floor = step(shape_of(config, row["model"]), row["context"], row["batch"], row["gpus"], bits)
+        assert floor.ms == pytest.approx(row["floor_ms"])
+        assert floor.ms < row["ms"]
 
 
 def test_a_batch_reads_the_experts_that_it_needs() -> None:
