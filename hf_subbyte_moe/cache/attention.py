@@ -157,7 +157,11 @@ def _prompt(
     if causal is not None and query.shape[2] <= MAX_TOKENS:
         output = _packed(module, view, query, layer.rows.exact(layer.pending, causal), form)
     else:  # history is dequantized once for all queries, one layer's at a time
-        states = layer.dequantize() if layer.rows.lengths.any() else layer.pending
+        states = layer.pending
+        if layer.rows.lengths.any():
+            states = layer.dequantize()
+            if attention_mask is None:  # to some functions that means queries as many as keys, or keys without a query
+                attention_mask = _causal(query, states[0])
         if latent:
             states = expand(module, *states)
         output, _ = _previous(module, query, *states, attention_mask, scaling=form.scaling, dropout=0.0, **kwargs)
@@ -195,8 +199,6 @@ def _previous(
             attention_mask = None if bool(real.all()) else real
     else:  # flex and paged attention take masks of their own kinds
         function = ALL_ATTENTION_FUNCTIONS[_DEFAULT if "flex" in name or "paged" in name else name]
-        if attention_mask is None and 1 < query.shape[2] < key.shape[2]:  # there, causal means of equal lengths
-            attention_mask = _causal(query, key)
     return function(module, query, key, value, attention_mask, **kwargs)
 
 

@@ -12,7 +12,9 @@ from transformers.cache_utils import Cache, DynamicCache
 
 import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache, attention
+from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
 from hf_subbyte_moe.compat import CACHE_KW, last_storing_layer
+from hf_subbyte_moe.ops import MAX_TOKENS
 from support.models import linear_attention_model, prompt, tiny_model
 
 
@@ -51,7 +53,7 @@ def test_a_first_prompt_that_is_refused_leaves_an_empty_cache(family: str, wrong
     torch.testing.assert_close(run(model, cache, ids), run(model, DynamicCache(config=model.config), ids))
 
 
-@pytest.mark.parametrize("tokens", [1, 20, 200])
+@pytest.mark.parametrize("tokens", [1, 5, 20, 200])
 @pytest.mark.parametrize("problem", [ValueError("x"), RuntimeError("CUDA out of memory"), KeyboardInterrupt()])
 @pytest.mark.parametrize(("family", "failing"), [("llama", 1), ("llama", 2), ("gemma3", 1)])
 def test_a_failing_attention_call_takes_the_step_back(
@@ -60,7 +62,9 @@ def test_a_failing_attention_call_takes_the_step_back(
     model = hf_subbyte_moe.apply(tiny_model(family))
     cache = EntropySubbyteCache(model.config, policy="uniform:vq2", window=8)
     run(model, cache, prompt(267))  # one token more packs a tile
-    twin, real, calls = copy.deepcopy(cache), attention.decode_attention, []
+    # many tokens attend to what tiles stand for
+    place, name = (attention, "decode_attention") if tokens <= MAX_TOKENS else (EntropySubbyteLayer, "dequantize")
+    twin, real, calls = copy.deepcopy(cache), getattr(place, name), []
 
     def attend(*args: Any) -> Any:
         calls.append(args)
@@ -68,7 +72,7 @@ def test_a_failing_attention_call_takes_the_step_back(
             raise problem
         return real(*args)
 
-    monkeypatch.setattr(attention, "decode_attention", attend)
+    monkeypatch.setattr(place, name, attend)
     with pytest.raises(type(problem)):
         run(model, cache, prompt(tokens, seed=4))
     monkeypatch.undo()
