@@ -11,6 +11,7 @@ SYSTEMS = ("none", "previous", "gate", "head", "oracle", "accelerate")
 PREDICTORS = ("previous", "gate", "head")
 TIMES_ACCELERATE, SHARE_OF_BOUND, NEVER_BELOW = 20.0, 0.85, 0.99  # the bars
 _HALF = 0.5
+_BAR = 0.14  # of the width between two cells in the plot
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def is_stale(path: Path, shown: Any) -> bool:
 
 
 def plot(rows: list[Row], accuracy: list[dict[str, Any]], path: Path) -> None:
-    """A panel a model: milliseconds by share of resident experts; and how well each layer is foretold.
+    """A panel a model: milliseconds of each system, a group of bars a cell; and how well each layer is foretold.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -116,22 +117,19 @@ def plot(rows: list[Row], accuracy: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(5 * (len(models) + 1), 4.2), layout="constrained")
     panels = figure.subplots(1, len(models) + 1, squeeze=False)[0]
     for panel, model in zip(panels[:-1], models, strict=True):
-        for system in SYSTEMS:
-            for trace, style in (("reference", "-"), ("uniform", "--")):
-                line = [row for row in rows if (row["model"], row["system"], row["trace"]) == (model, system, trace)]
-                if not line:
-                    continue
-                color = f"C{SYSTEMS.index(system)}"
-                label = system if trace == "reference" else None
-                panel.plot(
-                    [r["resident"] for r in line], [r["ms"] for r in line], style, marker="o", color=color, label=label
-                )
-        compute = [row["compute_ms"] for row in rows if row["model"] == model]
-        panel.axhline(min(compute), color="grey", linewidth=1, label="all resident")
+        groups = [(place, found) for place, found in cells(rows).items() if place[0] == model]
+        for number, system in enumerate(SYSTEMS):
+            timed = [(at, found[system]) for at, (_, found) in enumerate(groups) if system in found]
+            places = [at + (number - (len(SYSTEMS) - 1) / 2) * _BAR for at, _ in timed]
+            drawn = panel.bar(places, [row["ms"] for _, row in timed], 0.9 * _BAR, color=f"C{number}", label=system)
+            panel.bar_label(drawn, fmt="%.0f", fontsize=7)
+            bounds = [row["ms"] * row["share_of_bound"] for _, row in timed]
+            panel.hlines(bounds, [p - _BAR / 2 for p in places], [p + _BAR / 2 for p in places], color="black", lw=1)
+        panel.set_xticks(range(len(groups)), [f"{share:.0%}, {trace}" for (_, share, trace), _ in groups])
         panel.set(
             title=model,
-            xlabel="share of experts on the GPU",
-            ylabel="ms a token (dashed: uniform trace)",
+            xlabel="share of experts on the GPU, trace",
+            ylabel="ms a token (black line: the bound)",
             yscale="log",
         )
         panel.legend(fontsize=8)

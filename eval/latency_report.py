@@ -8,6 +8,7 @@ from typing import Any
 
 Row = dict[str, Any]
 _STOCK = ("stock default", "stock static compiled")
+_COLUMNS = 4  # of panels in the plot
 _ORDER = (*_STOCK, "cache", "+ attention", "+ experts", "+ router", "+ graph", "+ fused kernels")
 
 
@@ -79,9 +80,13 @@ def plot(rows: list[Row], path: Path) -> None:
     except ImportError as failed:
         raise ValueError("plots need matplotlib: pip install 'hf-subbyte-moe[eval]'") from failed
     cells = sorted({_cell(row) for row in rows})
-    figure = Figure(figsize=(4.2 * len(cells), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(cells), squeeze=False)[0]
-    for panel, cell in zip(panels, cells, strict=True):
+    columns = min(_COLUMNS, len(cells))
+    lines = -(-len(cells) // columns)
+    figure = Figure(figsize=(4.4 * columns, 4.4 * lines), layout="constrained")
+    panels = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for panel in panels[len(cells) :]:
+        panel.set_axis_off()
+    for panel, cell in zip(panels, cells, strict=False):
         here = [row for row in rows if _cell(row) == cell]
         before = 0.0
         for place, row in enumerate(here):
@@ -100,6 +105,7 @@ def plot(rows: list[Row], path: Path) -> None:
         limit = here[-1]["share_of_roofline"] * here[-1]["ms_generate"]
         panel.axhline(limit, color="black", linestyle=":", label=f"roofline, {limit:.1f} ms")
         panel.set_yscale("log")
+        panel.set_ylim(0.8 * limit, 2 * max(row["ms_generate"] for row in here))  # room for the legend
         panel.set_xticks(range(len(here)), [row["system"] for row in here], rotation=40, ha="right", fontsize=8)
         name, weights, batch, context = cell
         panel.set(title=f"{name} {weights}, batch {batch}\n{context:,} tokens", ylabel="ms a token of generate()")

@@ -95,11 +95,12 @@ def generate_speed() -> str:
             f"{row['ms_mean']:.2f}",
             f"{row['ms_median']:.2f}",
             f"{row['speedup']:.2f}",
+            f"{row['peak_gb']:.2f}" if row.get("peak_gb") else "-",
             row["commit"],
         ]
         for row in result["rows"]
     ]
-    header = ["cache", "first token, ms", "ms a step, mean", "median", "times `dynamic` (mean)", "commit"]
+    header = ["cache", "first token, ms", "ms a step, mean", "median", "times `dynamic` (mean)", "peak, GB", "commit"]
     conditions = ", ".join(f"{key} {value}" for key, value in result["conditions"].items())
     return f"{table(header, rows)}\n\n{conditions}."
 

@@ -28,6 +28,8 @@ PEER_NAMES = {
 _SHOWN_CONTEXTS = {"subbyte-moe-31m": 4096, "smollm2-135m": 1024}  # in the short table, where they were measured
 _OUTLIER_BITS = 24  # of a value that stays in FP8, with its place
 _MARKERS = "osD^vPX*<>"
+_COLUMNS = 3  # of panels in a plot
+_LEAST_COMPARED = 2  # the control and one more
 
 
 def table(header: list[str], rows: Iterable[list[str]]) -> str:
@@ -308,7 +310,9 @@ def _shade(number: int) -> int:
 
 
 def plot_bits(rows: list[Row], path: Path) -> None:
-    """KL on text against real bits, a column a model and protocol: of what is quantized, and of everything held.
+    """KL on text against real bits, a panel a model and protocol: of what is quantized, below of everything held.
+
+    Where one policy alone was measured beside the control there is nothing to compare, and no panel.
 
     Args:
         rows: :func:`drawn_rows`.
@@ -322,16 +326,23 @@ def plot_bits(rows: list[Row], path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as failed:
         raise ValueError("plots need matplotlib: pip install 'hf-subbyte-moe[eval]'") from failed
-    cells = list(dict.fromkeys((row["model"], row["context"], row["protocol"]) for row in rows))
+    measured: dict[tuple[str, int, str], set[str]] = {}
+    for row in rows:
+        measured.setdefault((row["model"], row["context"], row["protocol"]), set()).add(_family(row))
+    cells = [place for place, families in measured.items() if len(families) > _LEAST_COMPARED]
     families = list(dict.fromkeys(map(_family, rows)))
-    figure = Figure(figsize=(5.5 * len(cells) + 3, 8), layout="constrained")
-    panels = figure.subplots(2, len(cells), squeeze=False)
+    columns = min(_COLUMNS, len(cells)) if len(cells) % 2 else 2  # as few empty places as may be
+    lines = -(-len(cells) // columns)
+    figure = Figure(figsize=(6 * columns, 8.4 * lines + 1), layout="constrained")
+    panels = figure.subplots(2 * lines, columns, squeeze=False)
     kinds = {
         "bits": "bits a quantized value, scales and all",
         "bits_total_16": "bits a cached value, all that is held",
     }
-    for line, (key, label) in zip(panels, kinds.items(), strict=True):
-        for panel, place in zip(line, cells, strict=True):
+    for block, (key, label) in zip((panels[:lines], panels[lines:]), kinds.items(), strict=True):
+        for panel in block.flat[len(cells) :]:
+            panel.set_axis_off()
+        for panel, place in zip(block.flat, cells, strict=False):
             for number, family in enumerate(families):
                 points = sorted(
                     (row.get(key) or row["bits_total"], row["kl"])
@@ -357,5 +368,5 @@ def plot_bits(rows: list[Row], path: Path) -> None:
     for panel in panels.flat:
         handles, labels = panel.get_legend_handles_labels()
         entries.update(zip(labels, handles, strict=True))
-    figure.legend(entries.values(), entries.keys(), loc="outside right upper", fontsize=8)
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=2 * columns, fontsize=9)
     figure.savefig(path, dpi=110, metadata={"Description": digest(rows)})
