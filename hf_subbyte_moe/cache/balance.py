@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hf_subbyte_moe.cache.groups import RowGroup
 from hf_subbyte_moe.cache.prompts import PromptQueries
 
 
@@ -30,9 +31,17 @@ _SPARE = 4.0  # times the largest key that chose the factors, a later one still 
 
 def channel_factors(key: Tensor) -> Tensor:
     """``[H, D]`` fp32 factors of keys ``[H, N, D]``: powers of two, 1/256 to 1; all 1 in heads of like channels."""
-    centred = key.float() - key.float().mean(1, keepdim=True)
-    size = centred.square().mean(1).sqrt()
-    share = size / size.median(-1, keepdim=True).values.clamp_min(torch.finfo(torch.float32).tiny)
+    return _factors(key, _shares(key))
+
+
+def _shares(key: Tensor) -> Tensor:
+    """``[H, D]`` fp32 how many times the middle one of its head a channel is."""
+    states = key.float()
+    size = (states - states.mean(1, keepdim=True)).square().mean(1).sqrt()
+    return size / size.median(-1, keepdim=True).values.clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _factors(key: Tensor, share: Tensor) -> Tensor:
     exponent = (0.5 * share.log2()).round().clamp(-_MOST_EXPONENT, _MOST_EXPONENT)
     exponent = exponent - exponent.amax(-1, keepdim=True)
     # a channel that hardly differs between tokens may still be large
@@ -40,6 +49,11 @@ def channel_factors(key: Tensor) -> Tensor:
     exponent = exponent.maximum(-room.clamp_min(0))
     wide = share.amax(-1, keepdim=True) > _LEAST
     return torch.where(wide, exponent.exp2(), torch.ones_like(share))
+
+
+def divide_keys(key: Tensor, factors: Tensor) -> Tensor:
+    """Keys ``[..., N, D]`` by factors ``[..., D]``, in the keys' dtype."""
+    return (key / factors[..., None, :]).to(key.dtype)
 
 
 class KeyBalance:
@@ -59,21 +73,35 @@ class KeyBalance:
         self._shape, self._possible = shape, possible
         self.factors: Tensor | None = None
 
-    def fit(self, row: int, key: Tensor) -> bool:
-        """Choose a row's factors by its keys ``[H, N, D]``; whether it needs some and had none."""
+    def fit(self, rows: RowGroup, key: Tensor) -> tuple[Tensor, list[int]] | None:
+        """Choose factors of rows that have none by their keys.
+
+        Args:
+            rows: which.
+            key: ``[b * H, N, D]``.
+
+        Returns:
+            ``[b, H, D]`` what to divide keys by that are stored already, and the rows for which that is not 1; None if
+            it is none.
+        """
         if not self._possible or key.is_meta:  # keys without values need nothing
-            return False
-        if self.factors is not None and not bool((self.factors[row] == 1).all()):
-            return False
-        factors = channel_factors(key)
-        if bool((factors == 1).all()):
-            return False
+            return None
+        share = _shares(key)
+        if not bool((share > _LEAST).any()):  # the only question to the device, but for unusual keys
+            return None
+        factors = _factors(key, share).unflatten(0, (len(rows), -1))
+        if self.factors is not None:
+            has_none = (self.factors[rows.index] == 1).flatten(1).all(1)
+            factors = torch.where(has_none[:, None, None], factors, 1.0)
+        changed = (factors != 1).flatten(1).any(1).tolist()
+        if not any(changed):
+            return None
         with torch.inference_mode(False):
             old = self.factors  # a snapshot may hold them
             new = torch.ones(self._shape, dtype=torch.float32, device=key.device) if old is None else old.clone()
-        new[row] = factors
+        new[rows.index] = new[rows.index] * factors
         self.factors = new
-        return True
+        return factors, [row for row, differs in zip(rows.rows, changed, strict=True) if differs]
 
     @torch.inference_mode(False)
     def go_back(self, factors: Tensor | None, stored: Tensor) -> Tensor:
@@ -85,13 +113,15 @@ class KeyBalance:
         ratio = new if factors is None else new / factors
         return (stored * ratio[..., None, :]).to(stored.dtype)
 
-    def divided(self, key: Tensor, row: int | None = None) -> Tensor:
-        """Keys ``[B, H, N, D]``, or those of one row ``[H, N, D]``, as they are stored."""
-        return key if self.factors is None else (key / self._of(row)).to(key.dtype)
+    def divided(self, key: Tensor, rows: RowGroup | None = None) -> Tensor:
+        """Keys ``[B, H, N, D]``, or those of some rows ``[b * H, N, D]``, as they are stored."""
+        if self.factors is None:
+            return key
+        return divide_keys(key, self.factors if rows is None else self.factors[rows.index].flatten(0, 1))
 
     def multiplied(self, key: Tensor) -> Tensor:
         """Stored keys ``[B, H, N, D]`` as the model knows them."""
-        return key if self.factors is None else (key * self._of(None)).to(key.dtype)
+        return key if self.factors is None else (key * self.factors[..., None, :]).to(key.dtype)
 
     def of_query(self, query: Tensor) -> Tensor:
         """Queries ``[B, HQ, q, D]`` for stored keys."""
@@ -100,19 +130,20 @@ class KeyBalance:
         grouped: Tensor = query.unflatten(1, (self.factors.shape[1], -1)) * self.factors[:, :, None, None]
         return grouped.flatten(1, 2).to(query.dtype)
 
-    def of_prompt(self, queries: PromptQueries, row: int) -> PromptQueries:
-        """One row's queries ``[1, HQ, q, D]``, for stored keys."""
+    def of_prompt(self, queries: PromptQueries, rows: RowGroup) -> PromptQueries:
+        """Queries ``[b, HQ, q, D]`` of some rows, for stored keys."""
         if self.factors is None:
             return queries
         alone = KeyBalance(self._shape, self._possible)
-        alone.factors = self.factors[row : row + 1]
+        alone.factors = self.factors[rows.index]
         return replace(queries, query=alone.of_query(queries.query))
 
-    def of_metric(self, metric: Tensor, row: int) -> Tensor:
-        """What errors of stored keys cost, from what errors of the model's keys cost, ``[H, D, D]``."""
+    def of_metric(self, metric: Tensor, rows: RowGroup) -> Tensor:
+        """What errors of stored keys cost, ``[b * H, D, D]``, from what errors of any keys cost, ``[H, D, D]``."""
         if self.factors is None:
-            return metric
-        return metric * self.factors[row, :, :, None] * self.factors[row, :, None, :]
+            return metric.repeat(len(rows), 1, 1)
+        factors = self.factors[rows.index]
+        return (metric * factors[..., :, None] * factors[..., None, :]).flatten(0, 1)
 
     @torch.inference_mode(False)
     def select_rows(self, rows: Tensor) -> None:
@@ -124,7 +155,3 @@ class KeyBalance:
     def nbytes(self) -> int:
         """Bytes of the factors."""
         return 0 if self.factors is None else self.factors.nbytes
-
-    def _of(self, row: int | None) -> Tensor:
-        assert self.factors is not None
-        return (self.factors if row is None else self.factors[row])[..., None, :]

@@ -206,16 +206,16 @@ class EntropySubbyteLayer(CacheLayerMixin):
         Raises:
             ValueError: a tile holds NaN or Inf.
         """
-        due = [(row, *self.rows.oldest_tile(row)) for row in self.rows.rows_due(1)]
+        due = [(rows, *self.rows.oldest_tile(rows)) for rows in self.rows.rows_due(1)]
         for _, key, value in due:
             if not key.is_meta and not bool(torch.isfinite(key).all() & torch.isfinite(value).all()):
                 raise ValueError(
                     "tokens that were stored earlier hold NaN or Inf; crop them away or start with a new cache"
                 )
-        for row, key, value in due:
+        for rows, key, value in due:
             if at_once is not None:
-                self.rows.make_room(row, at_once)
-            self.rows.pack_oldest(row, key, value)
+                self.rows.make_room(rows, at_once)
+            self.rows.pack_oldest(rows, key, value)
 
     def get_seq_length(self) -> int:
         """Columns so far, padding included."""
@@ -373,16 +373,13 @@ class EntropySubbyteLayer(CacheLayerMixin):
         key_states, value_states = self.pending
         self._pending = None
         old = self.length - key_states.shape[2]
-        for row, start in enumerate(self.starts.tolist()):
-            new = slice(max(0, start - old), None)  # behind the padding
-            key, value = key_states[row, :, new], value_states[row, :, new]
-            if not key.shape[1]:
-                continue
-            row_queries = None
+        behind = key_states.shape[2] - np.maximum(self.starts - old, 0)  # the padding
+        for rows in self.rows.alike((row, new) for row, new in enumerate(behind.tolist()) if new > 0):
+            new = slice(key_states.shape[2] - int(behind[rows.first]), None)
+            seen = None
             if queries is not None:
-                query = queries.query[row : row + 1, :, new]
-                row_queries = replace(queries, query=query)
-            self.rows.add(row, key, value, row_queries)
+                seen = replace(queries, query=queries.query[rows.index][:, :, new])
+            self.rows.add(rows, key_states[rows.index][:, :, new], value_states[rows.index][:, :, new], seen)
         self.before = None
         self.finish()
 

@@ -9,15 +9,17 @@ may be gone on with outside of it, and inference tensors could not be written th
 
 import copy
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_subbyte_moe.accounting import TILE_TOKENS, LayerGeometry, tiles_of
+from hf_subbyte_moe.cache.balance import divide_keys
+from hf_subbyte_moe.cache.choices import TierChoice, TierChoices
+from hf_subbyte_moe.cache.groups import RowGroup, group_rows
 from hf_subbyte_moe.cache.prompts import BitLedger, LayerStatistics, PromptQueries, RowsSnapshot
 from hf_subbyte_moe.cache.rows import RowCodecs
 from hf_subbyte_moe.cache.tiles import TileStore
@@ -29,17 +31,13 @@ from hf_subbyte_moe.ops import AttentionTiles, ExactTokens, PackedTiles, unpack_
 from hf_subbyte_moe.policy import (
     KEYS,
     VALUES,
-    ChunkStatistics,
     Measured,
     Policy,
     RowProbe,
+    SideCodec,
     attention_states,
-    budget_bits,
-    gather_chunks,
     own_needs,
     sample_positions,
-    side_bits,
-    side_codec,
     unmeasured,
 )
 
@@ -49,7 +47,12 @@ _MIN_QUERIES = 8  # queries that tell more than prior knowledge
 _MIN_NEW_QUERIES = 32  # queries that are worth measuring again what an earlier prompt settled
 _PACK_TILES = 1024  # tiles quantized at once: one for every warp that a large GPU runs
 
-TierChoice = NDArray[np.int64]
+
+def _records(side: SideCodec, blocks: Tensor, tier_id: int, places: Tensor) -> Iterator[Tensor]:
+    """Records of the tiles at ``[m, 2]`` heads and numbers of ``[H, n, 128, D]``, as many at once as is fast."""
+    for part in places.split(_PACK_TILES):
+        heads, tiles = part.unbind(1)
+        yield side.pack(blocks, heads, codec_of(tier_id), tiles)
 
 
 class PackedRows:
@@ -60,8 +63,7 @@ class PackedRows:
         window: the exact tokens.
         store: the packed tiles.
         codecs: means, tables and rotations.
-        settled: per row the tiers ``[H, 2]`` that later tiles take, and the row's length at that time; newest last.
-        ranks: who holds the layer's other heads; None where these are all.
+        choices: the tiers that rows took, and how the next ones are chosen.
     """
 
     def __init__(
@@ -81,18 +83,15 @@ class PackedRows:
         value and part of the key, the second the rest of the key.
         """
         batch, heads, _, key_dim = key_states.shape
-        self._config, self._policy, self._ledger, self._statistics = config, policy, ledger, statistics
+        self._config, self._policy = config, policy
         self._dims, self._latent = (key_dim, value_states.shape[-1]), latent
-        self.ranks: HeadRanks | None = None
         self._slack = 0
         self._ahead: StepsAhead | None = None
         self.window = ExactWindow(key_states, value_states, config.sinks, config.window)
         self.store = TileStore(batch, heads, self._dims, key_states.device)
         self.codecs = RowCodecs(policy.tiers, config.codebook, key_states, value_states, latent, metric)
         self.lengths: Ints = np.zeros(batch, dtype=np.int64)
-        self.settled: list[list[tuple[TierChoice, int]]] = [[] for _ in range(batch)]
-        ledger.open(batch)
-        statistics.chunks = [[] for _ in range(batch)]
+        self.choices = TierChoices(config, policy, ledger, statistics, self._dims, latent, batch)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,9 +103,41 @@ class PackedRows:
         """KV heads."""
         return self.window.keys.shape[1]
 
+    @property
+    def ranks(self) -> HeadRanks | None:
+        """Who holds the layer's other heads; None where these are all."""
+        return self.choices.ranks
+
+    @property
+    def settled(self) -> list[list[tuple[TierChoice, int]]]:
+        """Per row the tiers ``[H, 2]`` that later tiles take, and the row's length at that time; newest last."""
+        return self.choices.settled
+
+    def alike(self, rows: Iterable[tuple[int, int]]) -> list[RowGroup]:
+        """Groups of rows that can be packed together.
+
+        Args:
+            rows: numbers, and how many tokens each of them is to store or pack.
+        """
+        found = list(rows)
+        kinds = [
+            (
+                row,
+                (
+                    new,
+                    int(self.lengths[row]),
+                    int(self.store.counts[row]),
+                    bool(self.settled[row]),
+                    self.codecs.kind(row),
+                ),
+            )
+            for row, new in found
+        ]
+        return group_rows(kinds, max((new for _, new in found), default=0), self.window.keys.device)
+
     def share_heads(self, ranks: HeadRanks | None) -> None:
         """Say who holds the layer's other heads, before anything is packed."""
-        self.ranks = ranks
+        self.choices.ranks = ranks
         if ranks is not None:
             self.codecs.keep_metric_of(ranks.part(ranks.size * self.heads))
 
@@ -126,30 +157,35 @@ class PackedRows:
     def _tiles_due(self, length: int) -> int:
         return tiles_of(length - self._slack, self._config.sinks, self._config.window)
 
-    def rows_due(self, new_tokens: int) -> list[int]:
+    def rows_due(self, new_tokens: int) -> list[RowGroup]:
         """Rows whose oldest tile must be packed before so many tokens more are stored."""
-        lengths = enumerate(self.lengths.tolist())
-        return [row for row, length in lengths if self._tiles_due(length + new_tokens) > self.store.counts[row]]
+        return self._with_oldest(self.lengths + new_tokens - self._slack)
 
     def trim(self) -> None:
         """Pack what was only kept exact because it might have been taken back."""
-        for row, length in enumerate(self.lengths.tolist()):
-            while tiles_of(length, self._config.sinks, self._config.window) > self.store.counts[row]:
-                self.pack_oldest(row, *self.oldest_tile(row))
+        while due := self._with_oldest(self.lengths):
+            for rows in due:
+                self.pack_oldest(rows, *self.oldest_tile(rows))
 
-    def oldest_tile(self, row: int) -> tuple[Tensor, Tensor]:
-        """The 128 oldest exact tokens of a row behind its tiles, ``[H, 128, D]``."""
-        first = int(self.first_recent()[row])
-        return self.window.read(row, first, first + TILE_TOKENS)
+    def _with_oldest(self, lengths: Ints) -> list[RowGroup]:
+        """Rows that would have another tile if they were so long."""
+        tiles = [tiles_of(length, self._config.sinks, self._config.window) for length in lengths.tolist()]
+        return self.alike((row, TILE_TOKENS) for row, count in enumerate(tiles) if count > self.store.counts[row])
 
-    def pack_oldest(self, row: int, key: Tensor, value: Tensor) -> None:
-        """Pack a row's oldest tile in the tiers that its prompt settled, or by prior knowledge."""
-        if self._balance(row, key):
-            key = self.codecs.balance.divided(key, row)
-        if not self.settled[row]:
-            first = int(self.store.counts[row])
-            self._choose(row, [unmeasured(self._policy.tiers, self.heads, first, 1)], int(self.lengths[row]))
-        self._pack(row, key, value, self._later_tiers(row)[None])
+    def oldest_tile(self, rows: RowGroup) -> tuple[Tensor, Tensor]:
+        """The 128 oldest exact tokens behind the tiles of rows that are alike, ``[b * H, 128, D]``."""
+        first = int(self.first_recent()[rows.first])
+        return self._held(rows, first, first + TILE_TOKENS)
+
+    def pack_oldest(self, rows: RowGroup, key: Tensor, value: Tensor) -> None:
+        """Pack the oldest tile of rows in the tiers that their prompts settled, or by prior knowledge."""
+        key = self._balanced(rows, key, key)[0]
+        if not self.settled[rows.first]:
+            first = int(self.store.counts[rows.first])
+            unknown = [unmeasured(self._policy.tiers, self.heads, first, 1)]
+            self.choices.choose(rows, [unknown] * len(rows), int(self.lengths[rows.first]))
+        self.codecs.fit(rows, key, value, freeze=True)
+        self._pack(rows, key, value, self.choices.later(rows)[:, None], self._sides(rows))
 
     def _steps(self) -> StepsAhead:
         """What the next steps need, made anew where anything but a step changed rows or tiles."""
@@ -167,11 +203,11 @@ class PackedRows:
         self.lengths = lengths
         self._ahead = None
 
-    def make_room(self, row: int, tiles: int) -> None:
-        """Where pools have no room for a row's next tile, let them grow by so many of its tiles at once."""
-        if self.settled[row]:
+    def make_room(self, rows: RowGroup, tiles: int) -> None:
+        """Where pools have no room for the next tile of some rows, let them grow by so many of a row's at once."""
+        if self.settled[rows.first]:
             for side in (KEYS, VALUES):
-                self.store.make_room(side, self._later_tiers(row)[:, side], tiles)
+                self.store.make_room(side, self.choices.later(rows)[..., side], tiles)
 
     def takes_another(self, layout: object) -> bool:
         """Whether rows and tiles are as :meth:`append` left them after a token of this layout, and none is due."""
@@ -188,200 +224,191 @@ class PackedRows:
         ahead.layout = layout
         self.lengths = self.lengths + 1
 
-    def _balance(self, row: int, key: Tensor) -> bool:
-        """Before a row's first tiles: whether its keys ``[H, n, D]`` need factors, which it then has from now on."""
-        if self.store.counts[row] or not self.codecs.fit_balance(row, key):
-            return False
-        self.window.keys[row] = self.codecs.balance.divided(self.window.keys[row], row)
-        return True
+    def _held(self, rows: RowGroup, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Exact tokens ``first`` to ``last - 1`` of some rows, ``[b * H, n, D]``."""
+        key, value = self.window.read(rows.index, first, last)
+        return key.flatten(0, 1), value.flatten(0, 1)
 
-    def _set_length(self, row: int, length: int) -> None:
+    def _keep(self, rows: RowGroup, first: int, key: Tensor, value: Tensor) -> None:
+        """Keep exact tokens ``[b * H, n, D]`` of some rows, the first of them at index ``first``."""
+        shape = (len(rows), self.heads)
+        self.window.write(rows.index, first, key.unflatten(0, shape), value.unflatten(0, shape))
+
+    def _balanced(self, rows: RowGroup, packed: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
+        """Keys ``[b * H, n, D]`` by the factors that ``packed``, the first to be packed, may give to their rows."""
+        factors = None if self.store.counts[rows.first] else self.codecs.fit_balance(rows, packed)
+        if factors is None:
+            return keys
+        self.window.keys[rows.index] = divide_keys(self.window.keys[rows.index], factors)
+        return tuple(divide_keys(key, factors.flatten(0, 1)) for key in keys)
+
+    def _sides(self, rows: RowGroup) -> tuple[SideCodec, SideCodec]:
+        """How both sides of some rows are quantized."""
+        return self.codecs.side(KEYS, rows), self.codecs.side(VALUES, rows)
+
+    def _set_length(self, rows: list[int], length: int) -> None:
         self.lengths = self.lengths.copy()
-        self.lengths[row] = length
+        self.lengths[rows] = length
         self._ahead = None
 
-    def add(self, row: int, key: Tensor, value: Tensor, queries: PromptQueries | None) -> None:
-        """Store new tokens of one row and pack what is due.
+    def add(self, rows: RowGroup, key: Tensor, value: Tensor, queries: PromptQueries | None) -> None:
+        """Store new tokens of rows that are :meth:`alike` and pack what is due.
 
         Args:
-            row: which row.
-            key: ``[H, n, D]`` new keys, n at least 1.
-            value: ``[H, n, Dv]``.
-            queries: the row's queries ``[1, HQ, n, D]`` for measuring, or None.
+            rows: which.
+            key: ``[b, H, n, D]`` new keys, n at least 1.
+            value: ``[b, H, n, Dv]``.
+            queries: the rows' queries ``[b, HQ, n, D]`` for measuring, or None.
         """
-        sinks, held = self._config.sinks, int(self.lengths[row])
+        key, value = key.flatten(0, 1), value.flatten(0, 1)
+        sinks, held = self._config.sinks, int(self.lengths[rows.first])
         length = held + key.shape[1]
-        first, tiles = int(self.first_recent()[row]), int(self.store.counts[row])
+        first, tiles = int(self.first_recent()[rows.first]), int(self.store.counts[rows.first])
         balance = self.codecs.balance
-        key = balance.divided(key, row)
+        key = balance.divided(key, rows)
         more = max(0, self._tiles_due(length) - tiles)
         recent_key, recent_value = key[:, max(0, sinks - held) :], value[:, max(0, sinks - held) :]
         if held > first:
-            old_key, old_value = self.window.read(row, first, held)
+            old_key, old_value = self._held(rows, first, held)
             recent_key = torch.cat([old_key, recent_key], dim=1)
             recent_value = torch.cat([old_value, recent_value], dim=1)
-        if more or (recent_key.shape[1] >= _MIN_REGION and not self.settled[row]):
+        if more or (recent_key.shape[1] >= _MIN_REGION and not self.settled[rows.first]):
             region = more * TILE_TOKENS if more else recent_key.shape[1]
-            if more and self._balance(row, recent_key[:, :region]):
-                key, recent_key = (balance.divided(states, row) for states in (key, recent_key))
-            part = (recent_key[:, :region], recent_value[:, :region])
-            self.codecs.fit(row, *part, freeze=more > 0)
-            if queries is not None:
-                queries = balance.of_prompt(queries, row)
-                self.codecs.see_queries(row, queries)
-            tiers = self._settle(row, key, value, part, more, queries)
             if more:
-                self._pack(row, *part, tiers)
+                key, recent_key = self._balanced(rows, recent_key[:, :region], key, recent_key)
+            part = (recent_key[:, :region], recent_value[:, :region])
+            self.codecs.fit(rows, *part, freeze=more > 0)
+            if queries is not None:
+                queries = balance.of_prompt(queries, rows)
+                self.codecs.see_queries(rows, queries)
+            sides = self._sides(rows)
+            tiers = self._settle(rows, key, value, part, more, queries, sides)
+            if more:
+                self._pack(rows, *part, tiers, sides)
         if held < sinks:
-            self.window.write(row, held, key[:, : sinks - held], value[:, : sinks - held])
+            self._keep(rows, held, key[:, : sinks - held], value[:, : sinks - held])
         fresh = max(held, first + more * TILE_TOKENS)
         if fresh < length:
-            self.window.write(row, fresh, recent_key[:, fresh - first :], recent_value[:, fresh - first :])
-        self._set_length(row, length)
+            self._keep(rows, fresh, recent_key[:, fresh - first :], recent_value[:, fresh - first :])
+        self._set_length(rows.rows, length)
 
     def _settle(
         self,
-        row: int,
+        rows: RowGroup,
         key: Tensor,
         value: Tensor,
         region: tuple[Tensor, Tensor],
         more: int,
         queries: PromptQueries | None,
+        sides: tuple[SideCodec, SideCodec],
     ) -> TierChoice:
-        """Measure a region of ``more`` tiles, if that is possible, and choose its tiers ``[more, H, 2]``."""
-        probe = None
-        enough = _MIN_NEW_QUERIES if self.settled[row] else _MIN_QUERIES
+        """Measure a region of ``more`` tiles, if that is possible, and choose its tiers ``[b, more, H, 2]``."""
+        probe, settled = None, bool(self.settled[rows.first])
+        enough = _MIN_NEW_QUERIES if settled else _MIN_QUERIES
         alike = self._policy.needs.chunk is not None  # the policy goes by position alone
         if queries is not None and key.shape[1] >= enough and not alike:
-            probe = self._probe(row, key, value, queries)
-        if probe is None and self.settled[row] and not alike:
-            return np.repeat(self._later_tiers(row)[None], more, axis=0)
-        chunks = self._measure(row, region, more, probe)
-        return self._choose(row, chunks, int(self.lengths[row]) + key.shape[1])
+            probe = self._probe(rows, key, value, queries)
+        if probe is None and settled and not alike:
+            return np.repeat(self.choices.later(rows)[:, None], more, axis=1)
+        chunks = self._measure(rows, region, more, probe, sides)
+        return self.choices.choose(rows, chunks, int(self.lengths[rows.first]) + key.shape[1])
 
-    def _probe(self, row: int, key: Tensor, value: Tensor, queries: PromptQueries) -> RowProbe:
-        """Sampled queries of one row's new tokens over everything that they see."""
-        held, first = int(self.lengths[row]), int(self.first_recent()[row])
+    def _probe(self, rows: RowGroup, key: Tensor, value: Tensor, queries: PromptQueries) -> RowProbe:
+        """Sampled queries of some rows' new tokens over everything that they see."""
+        held, first = int(self.lengths[rows.first]), int(self.first_recent()[rows.first])
         position = sample_positions(key.shape[1]).to(key.device)
         index = torch.arange(held, held + key.shape[1], device=key.device)
         if held:
-            sink_key, sink_value = self.window.read(row, 0, min(held, self._config.sinks))
-            old_key, old_value = self.window.read(row, first, max(first, held))
+            sink_key, sink_value = self._held(rows, 0, min(held, self._config.sinks))
+            old_key, old_value = self._held(rows, first, max(first, held))
             key = torch.cat([sink_key, old_key, key], dim=1)
             value = torch.cat([sink_value, old_value, value], dim=1)
             # what is held is older than every query
             index = torch.cat([index.new_full((key.shape[1] - len(index),), -1), index])
         visible = (index <= (held + position)[:, None])[None]
-        exact = ExactTokens(*attention_states(key[None], value[None], self._latent), visible)
-        tiles = self._packed_rows(row) if self.store.counts[row] else None
-        query = queries.sample(0, position)
-        return RowProbe(query, held + position, exact, tiles, queries.form, queries.weight, self._latent, self.ranks)
+        shape = (len(rows), self.heads)
+        states = attention_states(key.unflatten(0, shape), value.unflatten(0, shape), self._latent)
+        exact = ExactTokens(*states, visible)
+        tiles = self._packed_rows(rows) if self.store.counts[rows.first] else None
+        query, ranks = queries.sample(position), self.choices.ranks
+        return RowProbe(query, held + position, exact, tiles, queries.form, queries.weight, self._latent, ranks)
 
-    def _measure(self, row: int, region: tuple[Tensor, Tensor], more: int, probe: RowProbe | None) -> list[Measured]:
-        """The chunks of a region that follows the row's tiles; one chunk without tiles if nothing is packed yet."""
+    def _measure(
+        self,
+        rows: RowGroup,
+        region: tuple[Tensor, Tensor],
+        more: int,
+        probe: RowProbe | None,
+        sides: tuple[SideCodec, SideCodec],
+    ) -> list[list[Measured]]:
+        """Each row's chunks of a region that follows its tiles; one without tiles if nothing is packed yet."""
         key, value = region
-        tiles, first = int(self.store.counts[row]), int(self.first_recent()[row])
+        tiles, first = int(self.store.counts[rows.first]), int(self.first_recent()[rows.first])
         edges = [tiles, tiles + more]
-        needs = own_needs(self._policy.needs, self.ranks)
+        needs = own_needs(self._policy.needs, self.choices.ranks)
         size = needs.chunk
         if size is None and self._config.chunk != WHOLE_PROMPT:
             size = int(self._config.chunk) // TILE_TOKENS
         if more and size is not None:
             edges[1:1] = range((tiles // size + 1) * size, tiles + more, size)
-        sides = (self.codecs.side(KEYS, row), self.codecs.side(VALUES, row))
         chunks = []
         for low, high in itertools.pairwise(edges):
             if probe is None:
-                chunks.append(unmeasured(self._policy.tiers, self.heads, low, high - low))
+                chunks.append([unmeasured(self._policy.tiers, self.heads, low, high - low)] * len(rows))
                 continue
             start = (low - tiles) * TILE_TOKENS
             stop = (high - tiles) * TILE_TOKENS if more else key.shape[1]
             part = slice(start, stop)
             states = (key[:, part], value[:, part])
             chunks.append(probe.measure(states, first + start, sides, low, high - low, self._policy.tiers, needs))
-        return chunks
+        return [list(row) for row in zip(*chunks, strict=True)]
 
-    def _choose(self, row: int, chunks: list[Measured], length: int) -> TierChoice:
-        """Choose and remember tiers for a row of ``length`` tokens; ids ``[tiles, H, 2]`` of their tiles.
-
-        The choice is for all of the layer's heads, on whatever rank they are, and so is what is remembered of it.
-        """
-        tiers, own = self._policy.tiers, slice(None)
-        if self.ranks is not None:
-            chunks = gather_chunks(chunks, self.ranks)
-            own = self.ranks.part(self.ranks.size * self.heads)
-        heads = len(chunks[0].entropy)
-        bits = side_bits(tiers, self._dims, self._latent)
-        sizes = np.array(
-            [[max(1, chunk.tiles) * TILE_TOKENS * dim for dim in self._dims] for chunk in chunks], dtype=np.float64
-        )
-        wanted = budget_bits(self._config, self._dims, self._latent)
-        budget = (wanted or 0.0) * float(sizes.sum()) * heads + self._ledger.inherited(row)
-        chosen = self._policy.choose(chunks, bits, sizes, budget)
-        sides = np.broadcast_to(np.arange(2), chosen.shape)
-        if wanted is not None:
-            spent = bits[sides, chosen] * sizes[:, None, :]
-            self._ledger.leave(row, budget - float(spent.sum()))
-        ids = np.array([[side_codec(codec, side, self._latent).tier_id for codec in tiers] for side in (KEYS, VALUES)])
-        chosen_ids = ids[sides, chosen]
-        for chunk, choice, tier_ids in zip(chunks, chosen, chosen_ids, strict=True):
-            errors = np.take_along_axis(chunk.errors, choice[..., None], axis=-1)[..., 0]
-            self._statistics.chunks[row].append(ChunkStatistics(**vars(chunk), tiers=tier_ids, chosen_errors=errors))
-        self.settled[row].append((chosen_ids[-1, own], length))
-        return np.repeat(chosen_ids[:, own], [chunk.tiles for chunk in chunks], axis=0)
-
-    def _later_tiers(self, row: int) -> TierChoice:
-        """``[H, 2]`` tier ids of tiles that come without measurement: those of the last chunk that was settled."""
-        return self.settled[row][-1][0]
-
-    def _pack(self, row: int, key: Tensor, value: Tensor, tiers: TierChoice) -> None:
-        """Quantize whole tiles ``[H, n * 128, D]`` of a row in ``[n, H, 2]`` tiers and append them."""
-        first = int(self.store.counts[row])
-        self.codecs.fit(row, key, value, freeze=True)
-        self.store.extend(row, len(tiers))
+    def _pack(
+        self, rows: RowGroup, key: Tensor, value: Tensor, tiers: TierChoice, sides: tuple[SideCodec, SideCodec]
+    ) -> None:
+        """Quantize whole tiles ``[b * H, n * 128, D]`` of some rows in ``[b, n, H, 2]`` tiers and append them."""
+        first = int(self.store.counts[rows.first])
+        self.store.extend(rows.rows, tiers.shape[1])
         for side, states in ((KEYS, key), (VALUES, value)):
-            blocks = states.to(self.dtype).unflatten(1, (-1, TILE_TOKENS))  # [H, n, 128, D]
-            row_codec = self.codecs.side(side, row)
-            chosen = tiers[:, :, side].T  # [H, n]
+            blocks = states.to(self.dtype).unflatten(1, (-1, TILE_TOKENS))  # [b * H, n, 128, D]
+            chosen = tiers[..., side].transpose(0, 2, 1).reshape(len(blocks), -1)  # [b * H, n]
             order = np.argsort(chosen, axis=None, kind="stable")
             places = np.stack(np.unravel_index(order, chosen.shape), axis=1)  # head, tile, by tier
             uploaded = torch.from_numpy(places).to(key.device)
+            row, head = np.divmod(places[:, 0], self.heads)
+            stored = np.stack([np.array(rows.rows)[row], head, places[:, 1] + first], axis=1)
             tier_ids, starts = np.unique(chosen.ravel()[order], return_index=True)
             ends = [*starts[1:].tolist(), len(places)]
             for tier_id, start, end in zip(tier_ids.tolist(), starts.tolist(), ends, strict=True):
-                for low in range(start, end, _PACK_TILES):
-                    part = slice(low, min(low + _PACK_TILES, end))
-                    heads, tiles = uploaded[part].unbind(1)
-                    records = row_codec.pack(blocks, heads, codec_of(tier_id), tiles)
-                    self.store.write(side, row, tier_id, places[part] + np.array([0, first]), records)
+                records = _records(sides[side], blocks, tier_id, uploaded[start:end])
+                self.store.write(side, tier_id, stored[start:end], records)
 
     # ------------------------------------------------------------------ reading
 
     def packed(self) -> AttentionTiles:
         """Packed keys and values of all rows, as attention sees them; the same object until a tile changes."""
         if self.store.view is None:
-            self.store.view = self._packed_rows(None)
+            self.store.view = self._packed_rows(RowGroup(range(len(self.lengths)), self.window.keys.device))
         return self.store.view
 
-    def _packed_rows(self, row: int | None) -> AttentionTiles:
-        """Packed keys and values of all rows or of one."""
-        rows = slice(None) if row is None else slice(row, row + 1)
+    def _packed_rows(self, rows: RowGroup) -> AttentionTiles:
+        """Packed keys and values of some rows."""
         keys, values = (self._packed_side(side, rows) for side in (KEYS, VALUES))
         if self._latent:
             return AttentionTiles(keys=(keys, values), values=keys)
         return AttentionTiles(keys=(keys,), values=values)
 
-    def _packed_side(self, side: int, rows: slice, tiles: slice = slice(None)) -> PackedTiles:
-        """Some tiles of keys or values of neighbouring rows."""
+    def _packed_side(self, side: int, rows: RowGroup, tiles: slice = slice(None)) -> PackedTiles:
+        """Some tiles of keys or values of some rows."""
         pools = self.store.pools(side)
         return PackedTiles(
-            pages=self.store.pages(side)[rows, :, tiles],
-            host_pages=self.store.host_pages(side, rows)[:, :, tiles],
+            pages=self.store.pages(side)[rows.index, :, tiles],
+            host_pages=self.store.host_pages(side, rows.rows)[:, :, tiles],
             pools=pools,
             formats={tier: codec_of(tier).format for tier in pools},
-            tables=self.codecs.tables(side, rows),
+            tables=self.codecs.tables(side, rows.index),
             rotation=self.codecs.rotations[side],
-            mean=self.codecs.mean[rows] if side == KEYS else None,
+            mean=self.codecs.mean[rows.index] if side == KEYS else None,
             order=self.codecs.orders[side],
             signs=self.codecs.signs[side],
         )
@@ -417,9 +444,10 @@ class PackedRows:
             starts: ``[B]`` columns in which the rows begin.
             out: keys and values ``[B, H, T, D]`` in the model's dtype.
         """
-        every, sinks = slice(0, len(self.lengths)), self._config.sinks
+        every, sinks = RowGroup(range(len(self.lengths)), self.window.keys.device), self._config.sinks
         layout = np.stack([starts, self.lengths, self.store.counts])
-        groups = [every] if (layout == layout[:, :1]).all() else [slice(row, row + 1) for row in range(every.stop)]
+        alike = bool((layout == layout[:, :1]).all())
+        groups = [slice(0, len(every))] if alike else [slice(row, row + 1) for row in every.rows]
         for side, states in enumerate(out):
             held = self.window.keys if side == KEYS else self.window.values
             packed = None if self.store.empty else unpack_pages(self._packed_side(side, every), self.dtype)
@@ -444,22 +472,17 @@ class PackedRows:
             tiles = max(0, (length - sinks) // TILE_TOKENS)
             start = sinks + tiles * TILE_TOKENS
             if length > start:
-                tile = (slice(row, row + 1), slice(tiles, tiles + 1))
+                tile = (RowGroup([row], self.window.keys.device), slice(tiles, tiles + 1))
                 last = [unpack_pages(self._packed_side(side, *tile), self.dtype) for side in (KEYS, VALUES)]
-                cut = [states[0, :, : length - start] for states in last]
+                held = (self.window.keys, self.window.values)
+                cut = [made[0, :, : length - start].to(kept.dtype) for made, kept in zip(last, held, strict=True)]
                 self.window.write(row, start, cut[KEYS], cut[VALUES])
             self.store.truncate(row, tiles)
             if not tiles:
                 self.codecs.thaw(row)
         kept = int(self.store.counts[row])
-        settled = [entry for entry in self.settled[row] if entry[1] <= length]
-        if kept and not settled:  # the tiles that are left were chosen by the oldest entry
-            settled = [(tiers, min(length, settled_at)) for tiers, settled_at in self.settled[row][:1]]
-        self.settled[row] = settled
-        self._statistics.chunks[row] = [
-            chunk for chunk in self._statistics.chunks[row] if chunk.first_tile < kept or self.settled[row]
-        ]
-        self._set_length(row, length)
+        self.choices.crop(row, length, kept)
+        self._set_length([row], length)
 
     @torch.inference_mode(False)
     def snapshot(self, new_tokens: int) -> RowsSnapshot:
@@ -471,7 +494,7 @@ class PackedRows:
             frozen=self.codecs.frozen.copy(),
             factors=self.codecs.balance.factors,
             settled=[list(row) for row in self.settled],
-            chunks=[list(row) for row in self._statistics.chunks],
+            chunks=[list(row) for row in self.choices.statistics.chunks],
             moments=self.codecs.moments(),
             window=buffers,
         )
@@ -490,7 +513,7 @@ class PackedRows:
         self.codecs.see_again(before.moments)
         if before.window is not None:
             self.window.keys, self.window.values = before.window
-        self.settled, self._statistics.chunks = before.settled, before.chunks
+        self.choices.settled, self.choices.statistics.chunks = before.settled, before.chunks
 
     def select_rows(self, rows: Ints) -> None:
         """Keep, reorder or repeat rows; everything that belongs to a row moves with it."""
@@ -499,10 +522,8 @@ class PackedRows:
         self.window.select_rows(on_device)
         self.codecs.select_rows(on_device)
         self.store.select_rows(rows)
-        self._ledger.select_rows(rows)
+        self.choices.select_rows(rows)
         self.lengths = self.lengths[rows]
-        self.settled = [list(self.settled[row]) for row in rows]
-        self._statistics.chunks = [list(self._statistics.chunks[row]) for row in rows]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedRows":
         """Copy as ever, but outside inference mode."""

@@ -28,10 +28,10 @@ class PromptQueries:
     weight: Tensor | None
     absorb: Callable[[Tensor], Tensor] | None = None
 
-    def sample(self, row: int, positions: Tensor) -> Tensor:
-        """``[HQ, S, D]`` queries of one row."""
-        query = self.query[row : row + 1, :, positions]
-        return (query if self.absorb is None else self.absorb(query))[0]
+    def sample(self, positions: Tensor) -> Tensor:
+        """``[B, HQ, S, D]`` queries at some places."""
+        query = self.query[:, :, positions]
+        return query if self.absorb is None else self.absorb(query)
 
 
 @dataclass

@@ -5,7 +5,8 @@ immutable and decode with them; the moments of its queries only choose codes and
 fitted state, so a row does not depend on its neighbours.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_subbyte_moe.cache.balance import KeyBalance
+from hf_subbyte_moe.cache.groups import RowGroup
 from hf_subbyte_moe.cache.prompts import PromptQueries
 from hf_subbyte_moe.codecs import Codec, Table
 from hf_subbyte_moe.codecs.codebooks import fit_centroids, fit_table, universal_table
@@ -24,6 +26,13 @@ from hf_subbyte_moe.policy import KEYS, VALUES, SideCodec, side_codec
 
 _MOMENT_QUERIES = 1024  # of a prompt, at most
 _MIN_QUERIES = 8  # that tell more than no metric
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _plain(table: Tensor) -> Tensor:
+    """``[entries, vector_dim]`` fp32 of a table ``[1, 1, entries, vector_dim]`` that everybody shares."""
+    return table[0, 0].float()
 
 
 class RowCodecs:
@@ -69,7 +78,8 @@ class RowCodecs:
         self._by_queries = codebook == "queries" and not latent
         self._moments = torch.zeros(0, dtype=torch.float16)
         self._seen: NDArray[np.int64] = np.zeros(batch, dtype=np.int64)  # queries in each row's moments
-        self._shapings: dict[int, Shaping] = {}  # of rows whose moments did not change since
+        # of groups of rows whose moments did not change since; a row is in one of them
+        self._shapings: dict[tuple[int, ...], Shaping] = {}
         if self._by_queries:
             self._moments = torch.zeros(batch, heads, key_dim, key_dim, dtype=torch.float16, device=device)
         self._metric = None if metric is None else metric.to(device)
@@ -96,46 +106,64 @@ class RowCodecs:
         if self._metric is not None and len(self._metric) != self.mean.shape[1]:
             self._metric = self._metric[heads].contiguous()
 
-    def tables(self, side: int, rows: slice | None = None) -> dict[int, Tensor]:
-        """Tier id -> ``[b or 1, H or 1, entries, vector_dim]`` of some rows, or the tables themselves of all."""
+    def tables(self, side: int, rows: slice | Tensor | None = None) -> dict[int, Tensor]:
+        """Tier id -> ``[b or 1, H or 1, entries, vector_dim]`` of some rows; without rows, what all of them use."""
         if rows is None:
             return self._tables[side]
         return {tier: table[rows] if table.shape[0] > 1 else table for tier, table in self._tables[side].items()}
 
-    def side(self, side: int, row: int) -> SideCodec:
-        """How one side of one row is quantized."""
+    def kind(self, row: int) -> Hashable:
+        """Rows of one kind may be quantized together; a codebook of a row's own is only for its own tiles."""
+        return bool(self.frozen[row]), int(self._seen[row]), row if self._online else None
+
+    def side(self, side: int, rows: RowGroup) -> SideCodec:
+        """How one side of some rows is quantized, their heads as those of one row."""
         tables = {}
         for codec in self._tiers:
-            table = self.tables(side, slice(row, row + 1))[codec.tier_id][0].float()
-            tables[codec.tier_id] = table[:, :, 0] if codec.table is Table.CENTROIDS else table[0]
-        mean = self.mean[row] if side == KEYS else None
-        shaping = self._shaping(row) if side == KEYS else None
+            table = self._tables[side][codec.tier_id]
+            if codec.table is Table.CENTROIDS:
+                tables[codec.tier_id] = table[rows.index].flatten(0, 1)[:, :, 0].float()
+            else:
+                tables[codec.tier_id] = table[rows.first, 0].float() if self._online else _plain(table)
+        mean = self.mean[rows.index].flatten(0, 1) if side == KEYS else None
+        shaping = self._shaping(rows) if side == KEYS else None
         return SideCodec(self.rotations[side], mean, tables, self.orders[side], self.signs[side], shaping)
 
-    def _shaping(self, row: int) -> Shaping | None:
-        """By what a row's keys choose their codes; None: by the nearest entry."""
+    def _shaping(self, rows: RowGroup) -> Shaping | None:
+        """By what the keys of some rows choose their codes; None: by the nearest entry."""
         if self._metric is not None:
             rotation = self.rotations[KEYS]
-            metric = self.balance.of_metric(self._metric.float(), row)
+            metric = self.balance.of_metric(self._metric.float(), rows)
             return Shaping(rotation @ metric @ rotation.t())
-        if self._seen[row] and row not in self._shapings:
-            self._shapings[row] = Shaping(self._moments[row].clone())
-        return self._shapings.get(row)
+        if not self._seen[rows.first]:
+            return None
+        key = tuple(rows.rows)
+        if key not in self._shapings:
+            self._forget_shapings(rows.rows)
+            self._shapings[key] = Shaping(self._moments[rows.index].flatten(0, 1).clone())
+        return self._shapings[key]
 
-    def see_queries(self, row: int, queries: PromptQueries) -> None:
-        """Let a row's keys know its own queries ``[1, HQ, q, D]``: those of a prompt, or of a piece of it."""
+    def _forget_shapings(self, rows: Sequence[int]) -> None:
+        for key in [key for key in self._shapings if not set(key).isdisjoint(rows)]:
+            del self._shapings[key]
+
+    def see_queries(self, rows: RowGroup, queries: PromptQueries) -> None:
+        """Let some rows' keys know these rows' queries ``[b, HQ, q, D]``: those of a prompt, or of a piece of it."""
         tokens = queries.query.shape[2]
         if not self._by_queries or tokens < _MIN_QUERIES:
             return
         # not the first ones, which see little
         first, count = tokens // 4, min(tokens - tokens // 4, _MOMENT_QUERIES)
         positions = torch.linspace(first, tokens - 1, count, dtype=torch.float32).long()
-        query = queries.sample(0, positions.to(queries.query.device)).float() @ self.rotations[KEYS].t()
-        moment = second_moment(query.reshape(self.mean.shape[1], -1, query.shape[-1]))
-        share = tokens / (tokens + int(self._seen[row]))
-        self._moments[row] = torch.lerp(self._moments[row].float(), moment, share).to(self._moments.dtype)
-        self._seen[row] += tokens
-        self._shapings.pop(row, None)
+        query = queries.sample(positions.to(queries.query.device)).float() @ self.rotations[KEYS].t()
+        heads, dim = self.mean.shape[1:]
+        moment = second_moment(query.reshape(len(rows) * heads, -1, dim)).unflatten(0, (-1, heads))
+        share = tokens / (tokens + int(self._seen[rows.first]))
+        self._moments[rows.index] = torch.lerp(self._moments[rows.index].float(), moment, share).to(
+            self._moments.dtype
+        )
+        self._seen[rows.rows] += tokens
+        self._forget_shapings(rows.rows)
 
     def moments(self) -> tuple[Tensor, NDArray[np.int64]] | None:
         """What :meth:`see_again` takes: moments of the queries that were seen, and how many these were."""
@@ -144,17 +172,22 @@ class RowCodecs:
     def see_again(self, before: tuple[Tensor, NDArray[np.int64]] | None) -> None:
         """Know the queries of before."""
         if before is not None:
-            for row in np.flatnonzero(self._seen != before[1]).tolist():
-                self._shapings.pop(row, None)
+            self._forget_shapings(np.flatnonzero(self._seen != before[1]).tolist())
             self._moments, self._seen = before
 
-    def fit_balance(self, row: int, key: Tensor) -> bool:
-        """Choose a row's factors by its keys ``[H, N, D]``; whether it needs some and had none."""
-        if not self.balance.fit(row, key):
-            return False
-        assert self.balance.factors is not None
-        self._scale_moments(row, self.balance.factors[row])
-        return True
+    def fit_balance(self, rows: RowGroup, key: Tensor) -> Tensor | None:
+        """Choose factors of rows that have none by their keys ``[b * H, N, D]``.
+
+        Returns:
+            ``[b, H, D]`` what to divide keys by that are stored already; None if no row needs factors.
+        """
+        found = self.balance.fit(rows, key)
+        if found is None:
+            return None
+        factors, changed = found
+        for row in changed:
+            self._scale_moments(row, factors[rows.rows.index(row)])
+        return factors
 
     def balance_again(self, factors: Tensor | None, stored: Tensor) -> Tensor:
         """Take earlier factors; what the stored keys ``[B, H, N, D]`` are by them."""
@@ -174,27 +207,28 @@ class RowCodecs:
         moment = rotation.t() @ self._moments[row].float() @ rotation
         moment = moment * factors[:, :, None] * factors[:, None, :]
         self._moments[row] = normalized(rotation @ moment @ rotation.t()).to(self._moments.dtype)
-        self._shapings.pop(row, None)
+        self._forget_shapings([row])
 
-    def fit(self, row: int, key: Tensor, value: Tensor, freeze: bool) -> None:
-        """Fit a row's mean and tables to tokens ``[H, N, D]``, unless they are frozen."""
-        if self.frozen[row]:
+    def fit(self, rows: RowGroup, key: Tensor, value: Tensor, freeze: bool) -> None:
+        """Fit means and tables of some rows to their tokens ``[b * H, N, D]``, unless they are frozen."""
+        if self.frozen[rows.first]:
             return
-        self.frozen[row] = freeze
-        self.mean[row] = key.mean(1, dtype=torch.float32)
+        self.frozen[rows.rows] = freeze
+        mean = key.mean(1, dtype=torch.float32)
+        self.mean[rows.index] = mean.unflatten(0, (len(rows), -1))
         if not self._online and all(codec.table is Table.CODEBOOK for codec in self._tiers):
             return
-        centred = (key.float() - self.mean[row][:, None], value.float())
+        centred = (key.float() - mean[:, None], value.float())
         for side in (KEYS, VALUES):
             for codec in self._tiers:
                 if codec.table is Table.CENTROIDS:
-                    self._fit_centroids(side, row, codec, centred[side])
+                    self._fit_centroids(side, rows, codec, centred[side])
                 elif self._online:
                     unit, _ = normalize_tokens(centred[side] @ self.rotations[side].t())
                     vectors = unit.float().flatten(0, 1)  # autocast multiplies in another dtype
-                    self._tables[side][codec.tier_id][row, 0] = fit_table(vectors, codec.format)
+                    self._tables[side][codec.tier_id][rows.first, 0] = fit_table(vectors, codec.format)
 
-    def _fit_centroids(self, side: int, row: int, codec: Codec, states: Tensor) -> None:
+    def _fit_centroids(self, side: int, rows: RowGroup, codec: Codec, states: Tensor) -> None:
         heads, tokens, dim = states.shape
         whole = states[:, : tokens // TILE_TOKENS * TILE_TOKENS]
         if not whole.shape[1]:
@@ -202,8 +236,9 @@ class RowCodecs:
         tiles = whole.reshape(-1, TILE_TOKENS, dim)
         _, _, inliers = split_outliers(tiles, codec.format.tile_outliers(dim))
         unit = normalize_tokens(inliers)[0].reshape(heads, -1)  # one tile lies as the caller has it
-        for head in range(heads):
-            self._tables[side][codec.tier_id][row, head] = fit_centroids(unit[head], codec.format)
+        fitted = [fit_centroids(unit[head], codec.format) for head in range(heads)]
+        table = self._tables[side][codec.tier_id]
+        table[rows.index] = torch.stack(fitted).view(len(rows), *table.shape[1:]).to(table.dtype)
 
     def thaw(self, row: int) -> None:
         """A row lost its last tile: what it packs next may fit anew."""

@@ -140,7 +140,7 @@ def _load_layer(layer: EntropySubbyteLayer, notes: Mapping[str, Any], state: Map
     layer.lazy_initialization(state["window.keys"], state["window.values"])
     layer.length, layer.starts = notes["length"], state["starts"].cpu().numpy()
     layer.rows.load_state(state)
-    layer.rows.settled = [[(np.array(tiers), length) for tiers, length in row] for row in notes["settled"]]
+    layer.rows.choices.settled = [[(np.array(tiers), length) for tiers, length in row] for row in notes["settled"]]
     layer.statistics.chunks = [[_chunk(chunk) for chunk in row] for row in notes["chunks"]]
 
 

@@ -6,7 +6,8 @@ or tiles were dropped, slots that no page names any more are free, and the lowes
 """
 
 import heapq
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -50,11 +51,18 @@ class TilePool:
             grown[: self.records.shape[0]] = self.records
             self.records = grown
 
-    def make_room(self, count: int, at_once: int) -> None:
-        """Where there is no room for ``count`` records more, make room for ``at_once`` times as many."""
+    def write(self, slots: NDArray[np.int64], records: Tensor) -> None:
+        """Store ``[m, record_words]`` records in slots that were taken."""
+        if slots[-1] - slots[0] == len(slots) - 1:  # ascending, so these are neighbours: nothing to upload
+            self.records[slots[0] : slots[-1] + 1] = records
+        else:
+            self.records[torch.from_numpy(slots).to(self.records.device)] = records
+
+    def make_room(self, count: int, more: int) -> None:
+        """Where there is no room for ``count`` records more, make room for ``more`` of them."""
         used = self.peak - len(self._free)
         if used + count > self.records.shape[0]:
-            self._hold(used + count * at_once)
+            self._hold(used + more)
 
     def keep_only(self, used: Pages) -> None:
         """Free every slot that is not in ``used`` (any order, any number of times)."""
@@ -90,43 +98,44 @@ class TileStore:
         self.version += 1
         self.empty = not self.counts.any()
 
-    def extend(self, row: int, tiles: int) -> None:
-        """Give a row more tiles, whose records follow by :meth:`write`."""
-        last = int(self.counts[row]) + tiles
+    def extend(self, rows: Sequence[int], tiles: int) -> None:
+        """Give each of some rows that have as many tiles more of them, whose records follow by :meth:`write`."""
+        last = int(self.counts[rows[0]]) + tiles
         if last > self._pages.shape[3]:
             spare = pool_capacity(last) - self._pages.shape[3]
             self._pages = np.pad(self._pages, ((0, 0), (0, 0), (0, 0), (0, spare)), constant_values=NO_PAGE)
-        self.counts[row] = last
+        self.counts[list(rows)] = last
         self._changed()
 
-    def write(self, side: int, row: int, tier_id: int, places: NDArray[np.int64], records: Tensor) -> None:
+    def write(self, side: int, tier_id: int, places: NDArray[np.int64], records: Iterable[Tensor]) -> None:
         """Store records of one tier.
 
         Args:
             side: 0 keys, 1 values.
-            row: which row.
             tier_id: their tier.
-            places: ``[m, 2]`` head and tile of each record.
-            records: ``[m, record_words]`` int32.
+            places: ``[m, 3]`` row, head and tile of each record, m at least 1.
+            records: ``[m, record_words]`` int32, in as many parts as it takes to make them.
         """
-        key = (tier_id, self._widths[side])
-        if key not in self._pools:
-            self._pools[key] = TilePool(records.shape[1], self._device)
-        pool = self._pools[key]
-        slots = pool.take(len(places))
-        if slots[-1] - slots[0] == len(slots) - 1:  # ascending, so these are neighbours: nothing to upload
-            pool.records[slots[0] : slots[-1] + 1] = records
-        else:
-            pool.records[torch.tensor(slots, device=self._device)] = records
-        self._pages[side, row, places[:, 0], places[:, 1]] = [make_page(tier_id, slot) for slot in slots]
+        slots: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        pool, done = self._pools.get((tier_id, self._widths[side])), 0
+        for part in records:
+            if pool is None:
+                pool = self._pools[tier_id, self._widths[side]] = TilePool(part.shape[1], self._device)
+            if not done:  # room for all of them, once
+                slots = np.array(pool.take(len(places)))
+            pool.write(slots[done : done + len(part)], part)
+            done += len(part)
+        make_page(tier_id, int(slots.max()))  # refuses what does not fit
+        self._pages[side, places[:, 0], places[:, 1], places[:, 2]] = make_page(tier_id, 0) | slots
         self._changed()
 
     def make_room(self, side: int, tier_ids: NDArray[np.int64], at_once: int) -> None:
-        """Pools that have no room for a tile of each head in these tiers ``[H]`` grow by so many at once."""
+        """Pools without room for a tile of each head in tiers ``[..., H]`` grow by so many of a row at once."""
+        rows = tier_ids.size // tier_ids.shape[-1]
         for tier_id, count in zip(*np.unique(tier_ids, return_counts=True), strict=True):
             pool = self._pools.get((int(tier_id), self._widths[side]))
             if pool is not None:
-                pool.make_room(int(count), at_once)
+                pool.make_room(int(count), max(int(count), math.ceil(count / rows) * at_once))
 
     def pages(self, side: int) -> Tensor:
         """``[B, H, T]`` int32 on the device, T the tiles of the longest row."""
@@ -135,7 +144,7 @@ class TileStore:
         longest = int(self.counts.max(initial=0))
         return self._device_pages[side, :, :, :longest]
 
-    def host_pages(self, side: int, rows: slice) -> Pages:
+    def host_pages(self, side: int, rows: slice | Sequence[int]) -> Pages:
         """:meth:`pages` of some rows on the host, a copy."""
         pages: Pages = self._pages[side, rows, :, : int(self.counts.max(initial=0))].copy()
         return pages

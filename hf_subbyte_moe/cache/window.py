@@ -7,6 +7,7 @@ query; rows of different length need no alignment, and appending moves nothing.
 Source: attention sinks, StreamingLLM (arXiv 2309.17453); exact recent window, KIVI (arXiv 2402.02750).
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,21 +42,31 @@ class ExactWindow:
         """Slots of token indices."""
         return np.where(index < self.sinks, index, self.sinks + (index - self.sinks) % self.ring)
 
-    def write(self, row: int, first: int, key_states: Tensor, value_states: Tensor) -> None:
-        """Store neighbouring tokens ``[H, n, D]`` of one row, the first of them at index ``first``; n <= ring."""
-        index = np.arange(first, first + key_states.shape[1])
-        slots = torch.from_numpy(self.slots(index)).to(self.keys.device)
-        self.keys[row].index_copy_(1, slots, key_states)
-        self.values[row].index_copy_(1, slots, value_states)
+    def write(self, rows: int | slice | Tensor, first: int, key_states: Tensor, value_states: Tensor) -> None:
+        """Store neighbouring tokens, the first of them at index ``first``; n <= ring.
 
-    def read(self, row: int | slice, first: int, last: int) -> tuple[Tensor, Tensor]:
+        Args:
+            rows: one row, or several of the same places.
+            first: index of the first token.
+            key_states: ``[H, n, D]`` of one row or ``[b, H, n, D]`` of several.
+            value_states: likewise.
+        """
+        slots = self.slots(np.arange(first, first + key_states.shape[-2]))
+        edges = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
+        for low, high in itertools.pairwise(edges):  # neighbours: nothing to upload
+            if low < high:
+                part = slice(int(slots[low]), int(slots[low]) + high - low)
+                self.keys[rows, :, part] = key_states[..., low:high, :]
+                self.values[rows, :, part] = value_states[..., low:high, :]
+
+    def read(self, rows: int | slice | Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Copies of the tokens ``first`` to ``last - 1``, ``[H, n, D]`` of one row or ``[b, H, n, D]`` of several."""
         slots = self.slots(np.arange(first, last))
         if len(slots) and slots[-1] - slots[0] == len(slots) - 1:  # neighbours: nothing to upload
             part = slice(int(slots[0]), int(slots[-1]) + 1)
-            return self.keys[row, :, part].clone(), self.values[row, :, part].clone()
+            return self.keys[rows, :, part].clone(), self.values[rows, :, part].clone()
         index = torch.from_numpy(slots).to(self.keys.device)
-        return self.keys[row].index_select(-2, index), self.values[row].index_select(-2, index)
+        return self.keys[rows].index_select(-2, index), self.values[rows].index_select(-2, index)
 
     def visible(self, lengths: Ints, first_recent: Ints) -> Tensor:
         """``[B, 1, slots]`` bool: which slots hold a token, given the rows' lengths and the ring's oldest tokens."""

@@ -72,7 +72,7 @@ def attention_states(first: Tensor, second: Tensor, latent: bool) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class SideCodec:
-    """How one side of one row is quantized.
+    """How one side of one row is quantized, or of rows that are alike: their heads then count as those of one row.
 
     Attributes:
         rotation: ``[D, D]`` fp32.
@@ -118,14 +118,23 @@ class SideCodec:
         mean = None if self.mean is None else self.mean[heads]
         return unpack_tiles(records, codec.format, table, rows, self.rotation, mean, dtype, self.order, self.signs)
 
-    def round_trip(self, states: Tensor, codec: Codec) -> Tensor:
-        """``[H, N, D]`` states (N a multiple of 128) as they come back from a tier, fp32."""
+    def round_trip(self, states: Tensor, codec: Codec, heads: Tensor | None = None) -> Tensor:
+        """``[H, N, D]`` states (N a multiple of 128) as they come back from a tier, fp32.
+
+        ``heads``: what :func:`tile_heads` says of them, where it is known.
+        """
         if codec.format.encoding is Encoding.RAW:
             return states.float()
-        heads, tokens, dim = states.shape
-        head = torch.arange(heads, device=states.device).repeat_interleave(tokens // TILE_TOKENS)
-        records = self.pack(states.reshape(-1, TILE_TOKENS, dim), head, codec)
-        return self.unpack(records, head, codec, torch.float32).view(heads, tokens, dim)
+        if heads is None:
+            heads = tile_heads(states)
+        records = self.pack(states.reshape(-1, TILE_TOKENS, states.shape[-1]), heads, codec)
+        return self.unpack(records, heads, codec, torch.float32).view(states.shape)
+
+
+def tile_heads(states: Tensor) -> Tensor:
+    """``[H * N / 128]`` int64 head of each tile of states ``[H, N, D]``."""
+    heads, tokens = states.shape[:2]
+    return torch.arange(heads, device=states.device).repeat_interleave(tokens // TILE_TOKENS)
 
 
 def sample_positions(queries: int) -> Tensor:
@@ -167,7 +176,10 @@ def output_weight(module: torch.nn.Module | None, output: Tensor) -> Tensor | No
 
 
 class RowProbe:
-    """Sampled queries of one row and what they see; measures chunks of the row against them."""
+    """Sampled queries of rows that are alike and what they see; measures chunks of the rows against them.
+
+    Every row is measured by itself: its heads do not know that there are others.
+    """
 
     def __init__(
         self,
@@ -183,37 +195,43 @@ class RowProbe:
         """Attend once.
 
         Args:
-            query: ``[HQ, S, D]`` sampled queries.
-            query_index: ``[S]`` their positions in the row.
-            exact: the row's exact tokens ``[1, H, E, D]`` with the mask of these queries.
-            tiles: the row's packed keys and values, or None.
+            query: ``[B, HQ, S, D]`` sampled queries.
+            query_index: ``[S]`` their positions in each row.
+            exact: the rows' exact tokens ``[B, H, E, D]`` with the mask ``[1, S, E]`` of these queries.
+            tiles: the rows' packed keys and values, or None.
             form: scores to probabilities.
             weight: ``[hidden, HQ * Dv]`` output projection, or None.
             latent: the sides are a latent, which is value and part of the key, and the rest of the key.
             ranks: who holds the layer's other heads; None where these are all.
         """
+        self.rows, self._row_heads = exact.keys.shape[:2]
         if tiles is None:
-            attended = probe_attention(query, exact, *form)
+            heads = ExactTokens(exact.keys.flatten(0, 1)[None], exact.values.flatten(0, 1)[None], exact.visible)
+            sinks = None if form.sink_logits is None else form.sink_logits.repeat(self.rows)
+            attended = probe_attention(query.flatten(0, 1), heads, form.scaling, form.softcap, sinks)
             self.output, self.lse, self.entropy = attended.output, attended.lse, attended.entropy
         else:
-            result: AttentionResult = decode_attention(query.unsqueeze(0), exact, tiles, *form, backend="torch")
+            seen = ExactTokens(exact.keys, exact.values, exact.visible.expand(self.rows, -1, -1))
+            result: AttentionResult = decode_attention(query, seen, tiles, *form, backend="torch")
             assert result.entropy is not None
-            self.output, self.lse, self.entropy = result.output[0], result.lse[0], result.entropy[0]
-        self.query, self.query_index, self._form, self._latent = query, query_index, form, latent
-        self._heads, self._ranks = exact.keys.shape[1], ranks
+            self.output, self.lse, self.entropy = (
+                states.flatten(0, 1) for states in (result.output, result.lse, result.entropy)
+            )
+        self.query, self.query_index, self._form, self._latent = query.flatten(0, 1), query_index, form, latent
+        self._heads, self._ranks = self.rows * self._row_heads, ranks
         self._weight = None
         if weight is not None:  # [H, G * Dv, hidden]
             # bf16 is enough for the length of a difference, and read as it lies; elsewhere it would be slower
             precise = weight if weight.is_cuda and weight.dtype is torch.bfloat16 else weight.float()
-            self._weight = precise.t().unflatten(0, (self._heads, -1))
+            self._weight = precise.t().unflatten(0, (self._row_heads, -1))
         self._energy = self._total_energy().clamp(min=torch.finfo(torch.float32).tiny)
 
     def _projected(self, output: Tensor) -> Tensor:
-        """``[..., H, S, hidden]``: what ``[..., HQ, S, Dv]`` outputs of the query heads of each KV head add up to."""
+        """``[..., B, H, S, hidden]``: what ``[..., B * HQ, S, Dv]`` outputs of a KV head's queries add up to."""
         assert self._weight is not None
         grouped = (
-            output.unflatten(-3, (self._heads, -1)).movedim(-4, 0).movedim(-3, -2).flatten(-2)
-        )  # [H, ..., S, G * Dv]
+            output.unflatten(-3, (self.rows, self._row_heads, -1)).movedim(-4, 0).movedim(-3, -2).flatten(-2)
+        )  # [H, ..., B, S, G * Dv]
         flat = (
             grouped.to(self._weight.dtype).flatten(1, -2) @ self._weight
         )  # the weight once, whatever the leading axes
@@ -221,20 +239,22 @@ class RowProbe:
         return projected
 
     def _total_energy(self) -> Tensor:
-        """Mean squared length of the layer's attention output."""
+        """``[B]`` mean squared length of the layer's attention output in each row."""
         if self._weight is None:
-            squared = self.output.square().sum((0, 2))
-            return (squared if self._ranks is None else self._ranks.sum(squared)).mean()
-        output = self._projected(self.output).sum(0)
-        return (output if self._ranks is None else self._ranks.sum(output)).square().sum(-1).mean()
+            squared = self.output.unflatten(0, (self.rows, -1)).square().sum((1, 3))
+            return (squared if self._ranks is None else self._ranks.sum(squared)).mean(-1)
+        output = self._projected(self.output).sum(1)
+        return (output if self._ranks is None else self._ranks.sum(output)).square().sum(-1).mean(-1)
 
     def _error(self, difference: Tensor) -> Tensor:
-        """``[..., H]`` mean squared length of ``[..., HQ, S, Dv]`` differences, relative to the layer's output."""
+        """``[..., B * H]`` mean squared length of ``[..., B * HQ, S, Dv]`` differences, relative to the output."""
         if self._weight is not None:
             # the projection adds up the query heads that share a KV head, errors and all
-            difference = self._projected(difference)
-        squared = difference.square().sum(-1).mean(-1)  # [..., H], or [..., HQ] without a projection
-        error: Tensor = squared.unflatten(-1, (self._heads, -1)).sum(-1) / self._energy
+            squared = self._projected(difference).square().sum(-1).mean(-1)
+        else:
+            squared = difference.square().sum(-1).mean(-1)
+            squared = squared.unflatten(-1, (self.rows, self._row_heads, -1)).sum(-1)
+        error: Tensor = (squared / self._energy[:, None]).flatten(-2)
         return error
 
     def measure(
@@ -246,13 +266,13 @@ class RowProbe:
         tiles: int,
         candidates: Sequence[Codec],
         needs: Needs | None = None,
-    ) -> Measured:
-        """Entropy, mass and the error of every candidate tier for one chunk.
+    ) -> list[Measured]:
+        """Entropy, mass and the error of every candidate tier for one chunk of each row.
 
         Args:
-            states: ``[H, N, D]`` the chunk's exact states of both sides, neighbours in the row; N at least 1.
+            states: ``[B * H, N, D]`` the chunk's exact states of both sides, neighbours in the row; N at least 1.
             first_index: position of the first token in the row.
-            sides: how the sides of this row are quantized.
+            sides: how the sides of these rows are quantized.
             first_tile: the chunk's first tile.
             tiles: its tiles.
             candidates: tiers to measure.
@@ -264,22 +284,25 @@ class RowProbe:
             self.query, self.query_index, self.lse, keys, first_index, self._form.scaling, self._form.softcap
         )
         entropy = self._chunk_entropy(keys, first_index) if needs.residual else self._seen_entropy(keys, first_index)
-        if not needs.errors:
-            known = prior_errors(candidates, self._heads) if needs.known is None else needs.known
-            seen, mass = _floats(entropy, stats.mass)
-            return Measured(first_tile, tiles, seen, mass, known, candidates)
-        probed = self._probe_tokens(stats.weight)
-        total = stats.weight.sum(-1)
-        covered = stats.weight.gather(1, probed).sum(-1)
-        # [H]: everything's weight over that of the probed tokens
-        share = torch.where(covered > 0, total / covered.clamp(min=torch.finfo(torch.float32).tiny), 0)
-        errors = self._tier_errors(states, probed, first_index, sides, candidates)
-        errors = errors * share[:, None, None]
-        seen, mass, measured = _floats(entropy, stats.mass, errors)
-        return Measured(first_tile, tiles, seen, mass, measured, candidates)
+        if needs.errors:
+            probed = self._probe_tokens(stats.weight)
+            total = stats.weight.sum(-1)
+            covered = stats.weight.gather(1, probed).sum(-1)
+            # [B * H]: everything's weight over that of the probed tokens
+            share = torch.where(covered > 0, total / covered.clamp(min=torch.finfo(torch.float32).tiny), 0)
+            measured = self._tier_errors(states, probed, first_index, sides, candidates) * share[:, None, None]
+            found = _floats(entropy, stats.mass, measured)
+        else:
+            known = prior_errors(candidates, self._row_heads) if needs.known is None else needs.known
+            found = [*_floats(entropy, stats.mass), np.tile(known, (self.rows, 1, 1))]
+        by_row = (part.reshape(self.rows, self._row_heads, *part.shape[1:]) for part in found)
+        return [
+            Measured(first_tile, tiles, seen, mass, errors, candidates)
+            for seen, mass, errors in zip(*by_row, strict=True)
+        ]
 
     def _seen_entropy(self, keys: Tensor, first_index: int) -> Tensor:
-        """``[H]`` entropy of the chunk's own queries, or of all if it has none, over everything that they see."""
+        """``[B * H]`` entropy of the chunk's own queries, or of all if it has none, over everything that they see."""
         inside = (self.query_index >= first_index) & (self.query_index < first_index + keys.shape[1])
         chosen = (inside | ~inside.any()).float()  # without asking the device
         return ((self.entropy * chosen).sum(-1) / chosen.sum()).view(self._heads, -1).mean(-1)
@@ -337,12 +360,12 @@ class RowProbe:
         weights = weights_of(key)
         rest = output - weights @ value  # what the tokens that stay exact contribute
         rest_mass = 1 - weights.sum(-1, keepdim=True)
+        heads_of = tile_heads(_filled(taken[KEYS]))
         errors = torch.empty(heads, 2, len(candidates), dtype=torch.float32, device=key.device)
         for side in (KEYS, VALUES):
-            restored = [
-                _round_trip(sides[side], taken[side], side_codec(codec, side, self._latent))[:, :count]
-                for codec in candidates
-            ]
+            whole = _filled(taken[side])
+            tiers = [side_codec(codec, side, self._latent) for codec in candidates]
+            restored = [sides[side].round_trip(whole, tier, heads_of)[:, :count] for tier in tiers]
             changed = [part.expand(len(candidates), -1, -1, -1) for part in exact]
             changed[side] = torch.stack(restored)  # [C, H, J, D]
             new_key, new_value = attention_states(changed[KEYS], changed[VALUES], self._latent)
@@ -361,12 +384,10 @@ def _take(states: Tensor, index: Tensor) -> Tensor:
     return states.gather(1, index.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
 
 
-def _round_trip(side: SideCodec, states: Tensor, codec: Codec) -> Tensor:
-    """Quantize ``[H, J, D]`` tokens, filled up to whole tiles with copies of the last one."""
+def _filled(states: Tensor) -> Tensor:
+    """``[H, J, D]`` tokens, filled up to whole tiles with copies of the last one."""
     missing = -states.shape[1] % TILE_TOKENS
-    if missing:
-        states = torch.cat([states, states[:, -1:].expand(-1, missing, -1)], dim=1)
-    return side.round_trip(states, codec)
+    return torch.cat([states, states[:, -1:].expand(-1, missing, -1)], dim=1) if missing else states
 
 
 def _floats(*tensors: Tensor) -> list[Floats]:

@@ -11,16 +11,19 @@ from transformers.cache_utils import DynamicCache
 
 from hf_subbyte_moe.cache import EntropySubbyteCache, EntropySubbyteLayer
 from hf_subbyte_moe.cache.balance import KeyBalance, channel_factors
+from hf_subbyte_moe.cache.groups import RowGroup
 from hf_subbyte_moe.cache.prompts import PromptQueries
 from hf_subbyte_moe.patching import use_packed_attention
 from hf_subbyte_moe.policy import AttentionForm
 from hf_subbyte_moe.scoring import decode, forward
 from support.layers import make_layer, put, states
 from support.models import prompt, tiny_model
+from support.packing import CPU
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model did not call:UserWarning")
 
+FIRST = RowGroup([0], CPU)
 TOKENS = 4 + 128 + 128 + 60
 
 
@@ -62,7 +65,7 @@ def test_factors_take_nothing_out_of_fp16() -> None:
     key[..., 5] *= 16
     key[0, :, 7] = 2000.0
     balance = KeyBalance((1, 2, 64), possible=True)
-    assert balance.fit(0, key)
+    assert balance.fit(FIRST, key)
     small = torch.full_like(key[None], 1.2e-5)
     for states_ in (key[None], 4 * key[None], small):
         assert torch.isfinite(balance.divided(states_)).all()
@@ -208,16 +211,16 @@ def test_queries_that_were_seen_before_the_factors_are_multiplied_too(one_by_one
     layer.settle(queries)
     codecs, before = layer.rows.codecs, layer.rows.snapshot(2)
     seen = codecs._moments.clone()
-    assert codecs._shaping(0) is not None
+    assert codecs._shaping(FIRST) is not None
     for tokens in torch.arange(100, TOKENS).split(1 if one_by_one else TOKENS):
         put(layer, key[:, :, tokens], value[:, :, tokens])
     factors = factors_of(layer)
     assert factors is not None
     put(alone, key, value)
-    alone.rows.codecs.see_queries(0, alone.rows.codecs.balance.of_prompt(queries, 0))
+    alone.rows.codecs.see_queries(FIRST, alone.rows.codecs.balance.of_prompt(queries, FIRST))
     assert torch.equal(factors_of(alone), factors)
     torch.testing.assert_close(codecs._moments, alone.rows.codecs._moments, atol=2e-3, rtol=0)
-    assert torch.equal(codecs._shaping(0)._moment, codecs._moments[0])
+    assert torch.equal(codecs._shaping(FIRST)._moment, codecs._moments[0])
     layer.rows.undo(before)
     torch.testing.assert_close(codecs._moments, seen, atol=2e-2, rtol=0)
-    assert torch.equal(codecs._shaping(0)._moment, codecs._moments[0])
+    assert torch.equal(codecs._shaping(FIRST)._moment, codecs._moments[0])

@@ -34,7 +34,7 @@ class Model:
     def append(self, row: int, tiers: list[list[list[int]]]) -> None:
         """Append tiles to a row; ``tiers`` by side, head and new tile."""
         first, count = self.counts[row], len(tiers[0][0])
-        self.store.extend(row, count)
+        self.store.extend([row], count)
         self.counts[row] += count
         for side in (0, 1):
             for tier in TIERS:
@@ -46,8 +46,8 @@ class Model:
                     self.stamp += 1
                     records.append([self.stamp] * words(tier, self.widths[side]))
                     self.tiles[side, row, head, first + tile] = (tier, records[-1])
-                where = np.array([(head, first + tile) for head, tile in places], dtype=np.int64)
-                self.store.write(side, row, tier, where, torch.tensor(records, dtype=torch.int32))
+                where = np.array([(row, head, first + tile) for head, tile in places], dtype=np.int64)
+                self.store.write(side, tier, where, torch.tensor(records, dtype=torch.int32).split(3))
 
     def append_one(self, row: int, tier: int = 2, count: int = 1) -> None:
         self.append(row, [[[tier] * count] * HEADS] * 2)

@@ -55,11 +55,11 @@ class Row:
     sides: tuple[SideCodec, SideCodec]
 
     def probe(self) -> RowProbe:
-        return RowProbe(self.query, self.index, self.exact, None, AttentionForm(SCALING), self.weight)
+        return RowProbe(self.query[None], self.index, self.exact, None, AttentionForm(SCALING), self.weight)
 
     def measure(self, candidates: tuple[Codec, ...] = CANDIDATES) -> statistics_module.Measured:
         keys, values = self.exact.keys[0, :, self.chunk], self.exact.values[0, :, self.chunk]
-        return self.probe().measure((keys, values), FIRST, self.sides, 0, 1, candidates)
+        return self.probe().measure((keys, values), FIRST, self.sides, 0, 1, candidates)[0]
 
     def attend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Layer output ``[S, hidden]`` and probabilities ``[HQ, S, E]``, fp64."""
@@ -194,7 +194,7 @@ def test_the_entropy_of_a_chunk_is_that_of_its_own_queries() -> None:
     assert int(inside.sum()) == 2
     np.testing.assert_allclose(row.measure().entropy, entropy[:, :, inside].mean((1, 2)), rtol=1e-5)
     keys, values = row.exact.keys[0, :, :FIRST], row.exact.values[0, :, :FIRST]  # no query was sampled in here
-    first = row.probe().measure((keys, values), 0, row.sides, 7, 3, CANDIDATES)
+    first = row.probe().measure((keys, values), 0, row.sides, 7, 3, CANDIDATES)[0]
     np.testing.assert_allclose(first.entropy, entropy.mean((1, 2)), rtol=1e-5)
     assert (first.first_tile, first.tiles) == (7, 3)
 
@@ -212,7 +212,7 @@ def test_residual_entropy_is_that_of_the_softmax_over_the_chunk_alone(
     seen = ~hidden.all(-1)
     entropy = torch.special.entr(scores.masked_fill(hidden, -torch.inf)[:, seen].softmax(-1)).sum(-1) / np.log(2)
     needs = Needs(errors=False, residual=True)
-    measured = row.probe().measure((keys, values), FIRST, row.sides, 0, 1, CANDIDATES, needs)
+    measured = row.probe().measure((keys, values), FIRST, row.sides, 0, 1, CANDIDATES, needs)[0]
     np.testing.assert_allclose(measured.entropy, entropy.unflatten(0, (HEADS, 2)).mean((1, 2)), rtol=1e-4)
     np.testing.assert_allclose(measured.mass, row.measure().mass)
     np.testing.assert_array_equal(measured.errors, prior_errors(CANDIDATES, HEADS))
@@ -225,7 +225,7 @@ def test_packed_tiles_count_as_context() -> None:
     tiers = [[["exact"]] * HEADS]
     sides = packed_side(lead[0], tiers, None)[0], packed_side(lead[1], tiers, None)[0]
     packed = RowProbe(
-        row.query, row.index, row.exact, AttentionTiles((sides[0],), sides[1]), AttentionForm(SCALING), None
+        row.query[None], row.index, row.exact, AttentionTiles((sides[0],), sides[1]), AttentionForm(SCALING), None
     )
     seen = torch.ones(1, len(row.index), TILE_TOKENS, dtype=torch.bool)
     flat = ExactTokens(
@@ -233,11 +233,11 @@ def test_packed_tiles_count_as_context() -> None:
         torch.cat([lead[1].flatten(2, 3), row.exact.values], dim=2),
         torch.cat([seen, row.exact.visible], dim=2),
     )
-    dense = RowProbe(row.query, row.index, flat, None, AttentionForm(SCALING), None)
+    dense = RowProbe(row.query[None], row.index, flat, None, AttentionForm(SCALING), None)
     torch.testing.assert_close(packed.entropy, dense.entropy, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(packed.lse, dense.lse)
     chunk = row.exact.keys[0, :, row.chunk], row.exact.values[0, :, row.chunk]
-    errors = [probe.measure(chunk, FIRST, row.sides, 0, 1, CANDIDATES).errors for probe in (packed, dense)]
+    errors = [probe.measure(chunk, FIRST, row.sides, 0, 1, CANDIDATES)[0].errors for probe in (packed, dense)]
     np.testing.assert_allclose(errors[0], errors[1], rtol=1e-3)
 
 
