@@ -374,7 +374,7 @@ class EntropySubbyteLayer(CacheLayerMixin):
         self._pending = None
         old = self.length - key_states.shape[2]
         behind = key_states.shape[2] - np.maximum(self.starts - old, 0)  # the padding
-        for rows in self.rows.alike((row, new) for row, new in enumerate(behind.tolist()) if new > 0):
+        for rows in self.rows.alike([(row, new) for row, new in enumerate(behind.tolist()) if new > 0], self.length):
             new = slice(key_states.shape[2] - int(behind[rows.first]), None)
             seen = None
             if queries is not None:
@@ -430,8 +430,12 @@ class EntropySubbyteLayer(CacheLayerMixin):
 
     @staticmethod
     def _check_finite(key_states: Tensor, value_states: Tensor) -> None:
-        for name, states in (("keys", key_states), ("values", value_states)):
-            if not states.is_meta and not bool(torch.isfinite(states).all()):
+        sides = (("keys", key_states), ("values", value_states))
+        finite = {name: torch.isfinite(states).all() for name, states in sides if not states.is_meta}
+        if len({found.device for found in finite.values()}) == 1 and bool(torch.stack([*finite.values()]).all()):
+            return  # after one wait for the device
+        for name, found in finite.items():
+            if not bool(found):
                 raise ValueError(f"the {name} hold NaN or Inf; nothing was stored")
 
     def _check_geometry(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -37,7 +37,7 @@ from hf_subbyte_moe.policy import (
     SideCodec,
     attention_states,
     own_needs,
-    sample_positions,
+    positions_on,
     unmeasured,
 )
 
@@ -113,27 +113,18 @@ class PackedRows:
         """Per row the tiers ``[H, 2]`` that later tiles take, and the row's length at that time; newest last."""
         return self.choices.settled
 
-    def alike(self, rows: Iterable[tuple[int, int]]) -> list[RowGroup]:
+    def alike(self, rows: Iterable[tuple[int, int]], tokens: int) -> list[RowGroup]:
         """Groups of rows that can be packed together.
 
         Args:
             rows: numbers, and how many tokens each of them is to store or pack.
+            tokens: that are looked at in each row, at most.
         """
-        found = list(rows)
-        kinds = [
-            (
-                row,
-                (
-                    new,
-                    int(self.lengths[row]),
-                    int(self.store.counts[row]),
-                    bool(self.settled[row]),
-                    self.codecs.kind(row),
-                ),
-            )
-            for row, new in found
-        ]
-        return group_rows(kinds, max((new for _, new in found), default=0), self.window.keys.device)
+        kinds = []
+        for row, new in rows:
+            place = (new, int(self.lengths[row]), int(self.store.counts[row]), bool(self.settled[row]))
+            kinds.append((row, (*place, self.codecs.kind(row))))
+        return group_rows(kinds, tokens, self.window.keys.device)
 
     def share_heads(self, ranks: HeadRanks | None) -> None:
         """Say who holds the layer's other heads, before anything is packed."""
@@ -170,7 +161,8 @@ class PackedRows:
     def _with_oldest(self, lengths: Ints) -> list[RowGroup]:
         """Rows that would have another tile if they were so long."""
         tiles = [tiles_of(length, self._config.sinks, self._config.window) for length in lengths.tolist()]
-        return self.alike((row, TILE_TOKENS) for row, count in enumerate(tiles) if count > self.store.counts[row])
+        due = [(row, TILE_TOKENS) for row, count in enumerate(tiles) if count > self.store.counts[row]]
+        return self.alike(due, TILE_TOKENS)
 
     def oldest_tile(self, rows: RowGroup) -> tuple[Tensor, Tensor]:
         """The 128 oldest exact tokens behind the tiles of rows that are alike, ``[b * H, 128, D]``."""
@@ -316,7 +308,7 @@ class PackedRows:
     def _probe(self, rows: RowGroup, key: Tensor, value: Tensor, queries: PromptQueries) -> RowProbe:
         """Sampled queries of some rows' new tokens over everything that they see."""
         held, first = int(self.lengths[rows.first]), int(self.first_recent()[rows.first])
-        position = sample_positions(key.shape[1]).to(key.device)
+        position = positions_on(key.shape[1], key.device)
         index = torch.arange(held, held + key.shape[1], device=key.device)
         if held:
             sink_key, sink_value = self._held(rows, 0, min(held, self._config.sinks))
@@ -369,19 +361,20 @@ class PackedRows:
         """Quantize whole tiles ``[b * H, n * 128, D]`` of some rows in ``[b, n, H, 2]`` tiers and append them."""
         first = int(self.store.counts[rows.first])
         self.store.extend(rows.rows, tiers.shape[1])
-        for side, states in ((KEYS, key), (VALUES, value)):
-            blocks = states.to(self.dtype).unflatten(1, (-1, TILE_TOKENS))  # [b * H, n, 128, D]
-            chosen = tiers[..., side].transpose(0, 2, 1).reshape(len(blocks), -1)  # [b * H, n]
-            order = np.argsort(chosen, axis=None, kind="stable")
-            places = np.stack(np.unravel_index(order, chosen.shape), axis=1)  # head, tile, by tier
-            uploaded = torch.from_numpy(places).to(key.device)
-            row, head = np.divmod(places[:, 0], self.heads)
-            stored = np.stack([np.array(rows.rows)[row], head, places[:, 1] + first], axis=1)
-            tier_ids, starts = np.unique(chosen.ravel()[order], return_index=True)
-            ends = [*starts[1:].tolist(), len(places)]
-            for tier_id, start, end in zip(tier_ids.tolist(), starts.tolist(), ends, strict=True):
-                records = _records(sides[side], blocks, tier_id, uploaded[start:end])
-                self.store.write(side, tier_id, stored[start:end], records)
+        # [2, b * H, n], and of both sides together side, head and tile of every record by side and tier
+        chosen = np.ascontiguousarray(tiers.transpose(3, 0, 2, 1)).reshape(2, len(key), -1)
+        order = np.lexsort((chosen.ravel(), np.arange(chosen.size) // chosen[0].size))
+        places = np.stack(np.unravel_index(order, chosen.shape), axis=1)
+        uploaded = torch.from_numpy(places).to(key.device)
+        row, head = np.divmod(places[:, 1], self.heads)
+        stored = np.stack([np.array(rows.rows)[row], head, places[:, 2] + first], axis=1)
+        taken = chosen.ravel()[order]
+        blocks = [states.to(self.dtype).unflatten(1, (-1, TILE_TOKENS)) for states in (key, value)]  # [b*H, n, 128, D]
+        edges = np.flatnonzero((np.diff(taken) != 0) | (np.diff(places[:, 0]) != 0)) + 1
+        for start, end in itertools.pairwise([0, *edges.tolist(), len(taken)]):
+            side, tier_id = int(places[start, 0]), int(taken[start])
+            records = _records(sides[side], blocks[side], tier_id, uploaded[start:end, 1:])
+            self.store.write(side, tier_id, stored[start:end], records)
 
     # ------------------------------------------------------------------ reading
 

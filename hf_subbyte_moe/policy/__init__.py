@@ -33,6 +33,7 @@ from hf_subbyte_moe.policy.statistics import (
     attention_states,
     output_weight,
     plain_weight,
+    positions_on,
     sample_positions,
 )
 
@@ -62,6 +63,7 @@ __all__ = [
     "output_weight",
     "own_needs",
     "plain_weight",
+    "positions_on",
     "remember_sidecar",
     "resolve",
     "sample_positions",

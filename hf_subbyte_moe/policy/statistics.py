@@ -14,6 +14,7 @@ layer's whole attention output, so they compare between heads, sides and layers.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -144,6 +145,13 @@ def sample_positions(queries: int) -> Tensor:
     spread = torch.linspace(*edges, SAMPLED_QUERIES // 2, dtype=torch.float32).long()
     positions: Tensor = torch.cat([spread, torch.arange(queries - last, queries)]).unique()
     return positions
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def positions_on(queries: int, device: torch.device) -> Tensor:
+    """:func:`sample_positions` on a device, uploaded once for all layers; never write to it."""
+    return sample_positions(queries).to(device)
 
 
 def plain_weight(linear: object, like: Tensor) -> Tensor | None:
