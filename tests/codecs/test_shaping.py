@@ -156,7 +156,8 @@ def test_a_prompts_own_queries_choose_its_keys_codes_and_not_its_values() -> Non
     plain, exact = read_prompt("universal")
     shaped, _ = read_prompt("queries")
     rows = [cache.layers[0].rows for cache in (plain, shaped, exact)]
-    keys, values = zip(*(row.read(0) for row in rows), strict=True)
+    held = (cache.layers[0].dequantize() for cache in (plain, shaped, exact))
+    keys, values = zip(*((key[0], value[0]) for key, value in held), strict=True)
     assert torch.equal(values[0], values[1])
     assert not torch.equal(keys[0], keys[1])
     moments = rows[1].codecs._moments[0].float()
