@@ -24,6 +24,7 @@ from hf_subbyte_moe.experts import check_form
 from hf_subbyte_moe.experts.placing import count_slots
 from hf_subbyte_moe.patching import CONFIG_KEY
 from hf_subbyte_moe.results import Row, markdown_table
+from hf_subbyte_moe.roofline import why_not
 from hf_subbyte_moe.routing import ROUTING_SIDECAR_NAME, choose_clusters, find_routers
 from hf_subbyte_moe.routing.families import experts_of_router
 
@@ -42,13 +43,16 @@ def fetch(model: str, weights: bool) -> Path:
     """A folder with a model's files; a Hub id is downloaded.
 
     Raises:
-        ValueError: there is no config.json.
+        ValueError: there is no such model, or no config.json.
     """
     folder = Path(model)
     if not folder.is_dir():
         without = None if weights else [f"{name}*.safetensors" for name in _WEIGHTS]
         wanted = [*_SMALL, _CARD, _TENSORS]
-        folder = Path(snapshot_download(model, allow_patterns=wanted, ignore_patterns=without))
+        try:
+            folder = Path(snapshot_download(model, allow_patterns=wanted, ignore_patterns=without))
+        except (OSError, ValueError) as error:  # ValueError: a path that could be no id
+            raise ValueError(f"{model!r} is neither a folder nor on the Hub: {why_not(model, error)}") from None
     if not (folder / _CONFIG).is_file():
         raise ValueError(f"{model}: there is no {_CONFIG}")
     return folder

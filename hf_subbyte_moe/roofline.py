@@ -14,6 +14,7 @@ Source: the roofline model, Williams et al. 2009; ring all-reduce, Patarasu and 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -176,6 +177,14 @@ class Step:
         return max(self.memory_ms, self.compute_ms) + self.link_ms
 
 
+def why_not(name: str, error: Exception) -> str:
+    """Why there is no model of a name, in a line; Transformers takes a paragraph, and a wrong path for an id."""
+    like_a_path = name.startswith((".", "~")) or name.count("/") != 1 or Path(name).is_absolute()
+    if like_a_path and "/" in name and not Path(name).exists():
+        return "there is no such file or folder"
+    return str(error).strip().splitlines()[0]
+
+
 def read_config(name: str) -> PreTrainedConfig:
     """The config of a Hub repository, a folder, or a JSON file.
 
@@ -184,10 +193,9 @@ def read_config(name: str) -> PreTrainedConfig:
     """
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name)
-    except OSError as error:  # Transformers says it in a paragraph
-        reason = str(error).strip().splitlines()[0]
+    except OSError as error:
         raise ValueError(
-            f"{name!r} is no Hub repository, folder or JSON file with a model's config: {reason}"
+            f"{name!r} is no Hub repository, folder or JSON file with a model's config: {why_not(name, error)}"
         ) from None
     return config
 

@@ -4,11 +4,13 @@ Exit codes: 0; 1 where a run failed a check or a server refused it; 2 where some
 """
 
 import sys
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from hf_subbyte_moe import __version__
 from hf_subbyte_moe.cli.bench import bench
 from hf_subbyte_moe.cli.calibrate import calibrate_model
 from hf_subbyte_moe.cli.cluster import cluster_experts
@@ -26,6 +28,23 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hf-subbyte-moe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Sub-byte KV caches for Mixture-of-Experts models at long context."""
+
+
 app.command()(demo)
 app.command("explain")(explain_prompt)
 app.command("calibrate")(calibrate_model)

@@ -143,6 +143,7 @@ def bench_cache(
     Example: hf-subbyte-moe bench cache --quick
     """
     console = Console()
+    options = cache_options(policy, bits)
     loaded, tokenizer = load_model(model)
     use_packed_attention(loaded)
     if quick:
@@ -151,7 +152,7 @@ def bench_cache(
     timings = []
     for tokens in contexts:
         ids = needle_prompt(tokenizer, tokens, seed=0, depth=0.5).ids.to(loaded.device)
-        timings.append(time_context(loaded, ids, prefills, pairs, cache_options(policy, bits)))
+        timings.append(time_context(loaded, ids, prefills, pairs, options))
     console.print(_table(timings, str(loaded.device), policy))
     if json_file is not None:
         report = {"conditions": _conditions(loaded, policy, bits), "timings": [asdict(timing) for timing in timings]}

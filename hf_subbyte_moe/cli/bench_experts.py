@@ -50,6 +50,7 @@ from hf_subbyte_moe.routing.families import experts_of_router, find_routers
 
 REFERENCE = "reference"
 SYSTEMS = (NONE, PREVIOUS, GATE, HEAD, ORACLE, ACCELERATE)
+_TOY = "toy"  # the shape that a CPU can time
 _HOST_SHARE = 0.5
 
 
@@ -212,7 +213,9 @@ def reference_statistics(sidecar: Path | None) -> Statistics:
 
 
 def bench_experts(
-    model: Annotated[list[str] | None, typer.Option(help="Shapes; repeat for several.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help=f"Shapes, of {', '.join(SHAPES)}; repeat for several.")
+    ] = None,
     layers: Annotated[
         list[int] | None, typer.Option(min=2, help="Layers of each shape.", show_default="what half the memory holds")
     ] = None,
@@ -228,7 +231,7 @@ def bench_experts(
     commit: Annotated[str, typer.Option(envvar="BENCH_COMMIT", help="What is measured.")] = "",
     json_file: JsonFile = None,
 ) -> None:
-    """Time decoding with experts outside the GPU: ours with every predictor, accelerate, and the limit.
+    """Time decoding with experts outside the GPU: every predictor, accelerate, the limit (needs a CUDA device).
 
     Example: hf-subbyte-moe bench experts --model Qwen3-30B-A3B --layers 24 --resident 0.5 --json experts.json
     """
@@ -237,6 +240,8 @@ def bench_experts(
     for name in shapes:
         if name not in SHAPES:
             raise ValueError(f"--model {name!r} is not possible: one of {list(SHAPES)}")
+    if not torch.cuda.is_available() and shapes != [_TOY]:
+        raise ValueError(f"bench experts needs a CUDA device; without one only --model {_TOY} is timed, to try it")
     known = reference_statistics(statistics)
     every = {REFERENCE: known, UNIFORM: known.flattened()}
     for name, allowed, given in (("trace", list(every), trace), ("system", list(SYSTEMS), system)):

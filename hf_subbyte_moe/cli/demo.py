@@ -13,7 +13,7 @@ from hf_subbyte_moe.cli.outputs import JsonFile, PlotFile
 from hf_subbyte_moe.cli.plot import plot_choices
 from hf_subbyte_moe.cli.prompts import needle_prompt
 from hf_subbyte_moe.cli.running import answer, load_model, refuse_over_limit, tensor_bytes
-from hf_subbyte_moe.config import AUTO, CALIBRATED, POLICIES, TIERS, UNIFORM
+from hf_subbyte_moe.config import AUTO, CALIBRATED, POLICIES, TIERS, UNIFORM, KVCacheConfig
 from hf_subbyte_moe.explain import explain
 
 
@@ -43,8 +43,14 @@ Seed = Annotated[int, typer.Option(help="Chooses the needle.")]
 
 
 def cache_options(policy: str, bits: float | None) -> dict[str, Any]:
-    """The options that the command line gives."""
-    return {"policy": policy} if bits is None else {"policy": policy, "bits": bits}
+    """The options that the command line gives, before a model is loaded.
+
+    Raises:
+        ValueError: no model could take them.
+    """
+    options: dict[str, Any] = {"policy": policy} if bits is None else {"policy": policy, "bits": bits}
+    KVCacheConfig(**options)
+    return options
 
 
 def demo(
@@ -63,11 +69,11 @@ def demo(
     Example: hf-subbyte-moe demo --context 16384 --bits 2.5 --plot tiers.png
     """
     console = Console()
+    options = cache_options(policy, bits)
     loaded, tokenizer = load_model(model)
     refuse_over_limit(loaded, context, _NEW_TOKENS)
     text = None if haystack is None else haystack.read_text(encoding="utf-8")
     prompt = needle_prompt(tokenizer, context, seed, depth, text)
-    options = cache_options(policy, bits)
     EntropySubbyteCache(loaded.config.get_text_config(decoder=True), **options)  # wrong options fail before the wait
     # the model's own config may make our cache its default: the plain run names its cache
     plain = answer(loaded, tokenizer, prompt.ids, _NEW_TOKENS, "plain cache", cache_implementation="dynamic")

@@ -48,7 +48,9 @@ def explain_prompt(
     prefetch: Annotated[str, typer.Option(help=f"One of {', '.join(PREFETCHES)}, for --watch.")] = AUTO,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate, for --watch.")] = 128,
 ) -> None:
-    """Run one prompt and show entropy, attention mass, error and tier of every layer, head and side; or compute.
+    """Show entropy, attention mass, error and tier of every head on a prompt; or compute what a step must cost.
+
+    Without MODEL_OR_CONFIG, --model is run on one prompt. With it nothing is run: no weights are needed.
 
     Example: hf-subbyte-moe explain --context 4096 --policy entropy
 
@@ -58,12 +60,14 @@ def explain_prompt(
     """
     console = Console()
     if shape is not None:
-        if model is not None or text is not None or plot is not None:
+        if model is not None or text is not None or plot is not None or policy != AUTO or watch:
             raise ValueError(
-                "explain MODEL_OR_CONFIG computes without weights: --model, --text and --plot need a prompt"
+                "explain MODEL_OR_CONFIG computes without weights: --text, --policy, --plot and --watch run a prompt, "
+                f"on --model {shape}"
             )
         explain_shape(shape, context, batch, gpus, bits, json_file, console)
         return
+    kv_cache = cache_options(policy, bits)
     loaded, tokenizer = load_model(model)
     if text is None:
         ids = needle_prompt(tokenizer, context, seed=0, depth=0.35).ids
@@ -76,7 +80,7 @@ def explain_prompt(
         if json_file is not None:
             json_file.write_text(json.dumps(explain(loaded).to_dict(), indent=2) + "\n", encoding="utf-8")
         return
-    cache = EntropySubbyteCache(loaded.config.get_text_config(decoder=True), **cache_options(policy, bits))
+    cache = EntropySubbyteCache(loaded.config.get_text_config(decoder=True), **kv_cache)
     use_packed_attention(loaded)
     with torch.no_grad(), layer_progress(loaded, "prefill"):
         forward(loaded, ids.to(loaded.device), cache)

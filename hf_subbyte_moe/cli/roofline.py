@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from hf_subbyte_moe.config import DEFAULT_BITS
+from hf_subbyte_moe.config import DEFAULT_BITS, KVCacheConfig
 from hf_subbyte_moe.roofline import H200, Shape, Step, read_config, shape_of, steps
 
 
@@ -16,6 +16,15 @@ _GB = 1e9
 
 def _count(parameters: float) -> str:
     return f"{parameters / 1e9:.1f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.1f} million"
+
+
+def _figure(value: float) -> str:
+    """Two decimals, or where that would be nothing two digits."""
+    return f"{value:.2f}" if value >= 1 else f"{value:.2g}"
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number:,} {name}" + ("" if number == 1 else "s")
 
 
 def _shape_line(shape: Shape) -> str:
@@ -27,23 +36,19 @@ def _shape_line(shape: Shape) -> str:
 
 
 def _step_table(made: tuple[Step, ...]) -> Table:
-    first = made[0]
-    table = Table(
-        title=f"one decode step at least: {first.batch} rows of {first.context:,} tokens on {first.gpus} {H200.name}",
-        title_justify="left",
-    )
+    table = Table()
     table.add_column()
     for step in made:
         table.add_column("bf16 cache" if step.bits is None else f"{step.bits:g} bits", justify="right")
     for name, shown in (
-        ("weights a GPU, GB", lambda step: f"{step.weights_a_gpu / _GB:.2f}"),
-        ("cache a GPU, GB", lambda step: f"{step.cache_a_gpu / _GB:.2f}"),
+        ("weights a GPU, GB", lambda step: _figure(step.weights_a_gpu / _GB)),
+        ("cache a GPU, GB", lambda step: _figure(step.cache_a_gpu / _GB)),
         ("fits", lambda step: "yes" if step.fits else "no"),
-        ("weights read, GB", lambda step: f"{step.weights_read / _GB:.2f}"),
-        ("cache read, GB", lambda step: f"{step.cache_read / _GB:.2f}"),
-        ("sent by a GPU, MB", lambda step: f"{step.sent_a_gpu / 1e6:.2f}"),
-        ("of a step for links, ms", lambda step: f"{step.link_ms:.2f}"),
-        ("a step, ms", lambda step: f"{step.ms:.2f}"),
+        ("weights read, GB", lambda step: _figure(step.weights_read / _GB)),
+        ("cache read, GB", lambda step: _figure(step.cache_read / _GB)),
+        ("sent by a GPU, MB", lambda step: _figure(step.sent_a_gpu / 1e6)),
+        ("of a step for links, ms", lambda step: _figure(step.link_ms)),
+        ("a step, ms", lambda step: _figure(step.ms)),
     ):
         table.add_row(name, *map(shown, made))
     return table
@@ -53,9 +58,13 @@ def explain_shape(
     name: str, context: int, batch: int, gpus: int, bits: float | None, json_file: Path | None, console: Console
 ) -> None:
     """Print the floor of one decode step, with a plain and with a packed cache."""
+    budget = DEFAULT_BITS if bits is None else bits
+    KVCacheConfig(bits=budget)  # refuses what no cache takes
     shape = shape_of(read_config(name), name)
-    made = steps(shape, context, batch, gpus, DEFAULT_BITS if bits is None else bits)
+    made = steps(shape, context, batch, gpus, budget)
     console.print(_shape_line(shape), highlight=False)
+    rows = f"{_counted(batch, 'row')} of {_counted(context, 'token')}"
+    console.print(f"one decode step at least: {rows} on {gpus} {H200.name}", highlight=False)
     console.print(_step_table(made))
     console.print(
         f"computed, not measured: every byte is read once, at {H200.memory_rate / 1e12:.2f} TB/s; no launches"

@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_subbyte_moe
 from hf_subbyte_moe.compat import cache_of
 from hf_subbyte_moe.distributed.launch import ranks
+from hf_subbyte_moe.roofline import why_not
 
 
 _REFERENCE = Path(hf_subbyte_moe.__file__).parents[1] / "model_cards" / "subbyte-moe-31m"
@@ -79,9 +80,10 @@ def load_model(
         shared = {"distributed_config": DistributedConfig(tp_plan="auto")} if ranks() > 1 else {}
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **file, **shared)
         tokenizer = AutoTokenizer.from_pretrained(name, **file)
-    except OSError as error:  # Transformers says it in a paragraph
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{name!r} is neither a folder with a model nor one on the Hub: {reason}") from None
+    except OSError as error:
+        raise ValueError(
+            f"{name!r} is neither a folder with a model nor one on the Hub: {why_not(name, error)}"
+        ) from None
     return (model if shared else model.to(device)).eval(), tokenizer
 
 

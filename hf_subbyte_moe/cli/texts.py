@@ -14,7 +14,7 @@ from hf_subbyte_moe.cli.outputs import check_file
 
 
 ModelName = Annotated[
-    str | None, typer.Argument(help="Hub id, folder or .gguf file.", show_default="the reference MoE")
+    str | None, typer.Argument(help="Hub id, folder or .gguf file.", show_default="the reference MoE of the clone")
 ]
 DataFile = Annotated[
     Path | None,

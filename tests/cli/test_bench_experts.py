@@ -48,3 +48,10 @@ def test_no_row_has_more_than_its_bound(tmp_path: Path, monkeypatch: pytest.Monk
     kept, fresh = json.loads(report.read_text())["rows"]
     assert (kept["system"], kept["compute_ms"], kept["share_of_bound"]) == ("none", 7.0, 0.5)
     assert (fresh["system"], fresh["compute_ms"]) != ("oracle", 7.0)
+
+
+def test_without_a_gpu_real_shapes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(cli.app, ["bench", "experts"])
+    assert isinstance(result.exception, ValueError)
+    assert "needs a CUDA device; without one only --model toy" in str(result.exception)

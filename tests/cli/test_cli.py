@@ -10,6 +10,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+import hf_subbyte_moe
 from hf_subbyte_moe import cli
 from hf_subbyte_moe.cli import running
 from hf_subbyte_moe.cli.prompts import needle_prompt
@@ -129,7 +130,12 @@ def test_a_shell_completes(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["demo", "--model", "./nowhere"], "'./nowhere' is neither a folder with a model nor one on the Hub"),
+        (["demo", "--model", "./nowhere"], "nor one on the Hub: there is no such file or folder"),
+        (["explain", "./nowhere"], "or JSON file with a model's config: there is no such file or folder"),
+        (["explain", str(running._REFERENCE), "--bits", "40"], "bits=40.0 is not possible"),
+        (["explain", str(running._REFERENCE), "--watch"], "--policy, --plot and --watch run a prompt, on --model"),
+        (["explain", str(running._REFERENCE), "--policy", "error"], "computes without weights"),
+        (["bench", "cache", "--policy", "magic"], "policy='magic' is not possible"),
         (["demo", "--context", "50"], "context=50 is too short: the question alone takes"),
         (["demo", "--context", "65513"], "a prompt of 65,513 tokens and 24 to generate is over the limit of 65,536"),
         (["explain", "--context", "65537"], "a prompt of 65,537 tokens is over the limit of 65,536 (the model's)"),
@@ -150,6 +156,24 @@ def test_mistakes_are_one_line_and_exit_code_2(
 @pytest.mark.parametrize("words", [["nonsense"], ["demo", "--nonsense"], ["demo", "--context", "many"]])
 def test_what_no_command_takes_is_exit_code_2(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert exit_of(monkeypatch, *words) == 2
+
+
+@pytest.mark.parametrize("command", [["demo"], ["explain"], ["bench", "cache"]], ids=" ".join)
+def test_options_that_no_model_takes_are_refused_before_one_is_loaded(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_of(monkeypatch, *command, "--model", "./nowhere", "--bits", "40") == 2
+    assert "bits=40.0 is not possible" in capsys.readouterr().err
+
+
+def test_a_small_step_is_not_shown_as_nothing() -> None:
+    shown = run("explain", str(running._REFERENCE))
+    assert "1 row of 4,096 tokens on 1 H200" in shown
+    assert " 0.00 " not in shown
+
+
+def test_the_version_is_said() -> None:
+    assert run("--version").split() == ["hf-subbyte-moe", hf_subbyte_moe.__version__]
 
 
 def test_help_is_exit_code_0(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,3 +330,10 @@ def test_a_refused_push_is_said(source: Path, tmp_path: Path, hub: Hub, monkeypa
     assert code != 0
     assert "the Hub refused someone/tiny" in str(error)
     assert not hub.files
+
+
+def test_a_model_that_is_nowhere_is_named(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli.app, ["publish", str(tmp_path / "none"), str(tmp_path / "out")])
+    assert isinstance(result.exception, ValueError)
+    assert str(result.exception).endswith("none' is neither a folder nor on the Hub: there is no such file or folder")
+    assert not (tmp_path / "out").exists()
