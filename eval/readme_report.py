@@ -53,8 +53,9 @@ def headline() -> str:
         f"**On Mixtral's shape at 131,072 tokens and batch 8, a cache of {bits} takes {left:.0%} of the bytes of a "
         f"bf16 cache, and attention over it {mixed['us']:.0f} us a layer where the fastest bf16 attention takes "
         f"{mixed['baseline_us']:.0f} ({mixed['speedup']:.1f} times faster, one {mixed['device']}). With "
-        f"{ours['code_bits']:.1f} bits of codes our reference MoE's loss grows by {ours['dnll']:.4f} nats at 4,096 "
-        f"tokens; uniform codes of as many bits cost {uniform['dnll']:.4f}.** Short contexts gain nothing: see "
+        f"{ours['code_bits']:.1f} bits of codes, calibrated, our reference MoE's loss grows by {ours['dnll']:.4f} "
+        f"nats at 4,096 tokens; uniform codes of as many bits cost {uniform['dnll']:.4f}.** Short contexts gain "
+        "nothing: see "
         "[when not to use it](#when-not-to-use-it)."
     )
 

@@ -114,7 +114,7 @@ def written_windows(
         pad_token_id=first,
         eos_token_id=tokenizer.eos_token_id,
     )
-    with tqdm(total=tokens - 1, desc="the model writes", unit="token", leave=False) as bar:
+    with tqdm(total=tokens - 1, desc="the model writes; --data FILE is faster", unit="token", leave=False) as bar:
 
         def advance(*_: object) -> None:
             bar.update()
