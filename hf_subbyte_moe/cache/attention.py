@@ -64,9 +64,12 @@ def count_packed_reads() -> Iterator[PackedReads]:
 def count_step(cache: EntropySubbyteCache) -> None:
     """Count what one token a row has read of a cache in a replay, which calls no function here."""
     if _COUNTING:
-        tokens = sum(layer.packed_tokens for layer in cache.packed_layers.values())
-        for reads in _COUNTING:
-            reads.tokens += tokens
+        _count(sum(layer.packed_tokens for layer in cache.packed_layers.values()))
+
+
+def _count(tokens: int) -> None:
+    for reads in _COUNTING:
+        reads.tokens += tokens
 
 
 def attention_forward(
@@ -135,8 +138,7 @@ def _packed(
     if query.shape[2] > 1 and backend != "torch":  # not what the user chose a kernel for; some take a few tokens
         backend = "auto"
     if steps is None:  # else `count_step` does
-        for reads in _COUNTING:
-            reads.tokens += query.shape[2] * view.layer.packed_tokens
+        _count(query.shape[2] * view.layer.packed_tokens)
     result = attend(stored_query, exact, tiles, *form, backend)
     output = expand_output(module, result.output) if latent else result.output
     return output.to(query.dtype).transpose(1, 2).contiguous()
@@ -165,8 +167,7 @@ def _prompt(
         if latent:
             states = expand(module, *states)
         output, _ = _previous(module, query, *states, attention_mask, scaling=form.scaling, dropout=0.0, **kwargs)
-        for reads in _COUNTING:
-            reads.tokens += query.shape[2] * layer.packed_tokens
+        _count(query.shape[2] * layer.packed_tokens)
     weight = None if latent else output_weight(module, output)
     layer.settle(PromptQueries(query, form, weight, partial(absorb_query, module) if latent else None))
     return output

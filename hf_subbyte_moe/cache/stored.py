@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_subbyte_moe.accounting import TILE_TOKENS, LayerGeometry
 from hf_subbyte_moe.cache.choices import TierChoice, TierChoices
-from hf_subbyte_moe.cache.groups import RowGroup
+from hf_subbyte_moe.cache.groups import RowGroup, group_rows
 from hf_subbyte_moe.cache.prompts import BitLedger, LayerStatistics, RowsSnapshot
 from hf_subbyte_moe.cache.rows import RowCodecs
 from hf_subbyte_moe.cache.tiles import TileStore
@@ -168,21 +168,20 @@ class StoredRows:
             out: keys and values ``[B, H, T, D]`` in the model's dtype.
         """
         every, sinks = RowGroup(range(len(self.lengths)), self.window.keys.device), self._config.sinks
-        layout = np.stack([starts, self.lengths, self.store.counts])
-        alike = bool((layout == layout[:, :1]).all())
-        groups = [slice(0, len(every))] if alike else [slice(row, row + 1) for row in every.rows]
+        layout = np.stack([starts, self.lengths, self.store.counts], axis=1).tolist()
+        groups = group_rows(enumerate(map(tuple, layout)), TILE_TOKENS, self.window.keys.device)
         for side, states in enumerate(out):
             held = self.window.keys if side == KEYS else self.window.values
             packed = None if self.store.empty else unpack_pages(self._packed_side(side, every), self.dtype)
             for rows in groups:
-                start, length, tiles = layout[:, rows.start].tolist()
+                (start, length, tiles), index = layout[rows.first], rows.index
                 column = start + min(length, sinks)
-                states[rows, :, start:column] = held[rows, :, : column - start]
+                states[index, :, start:column] = held[index, :, : column - start]
                 if packed is not None:
-                    states[rows, :, column : column + tiles * TILE_TOKENS] = packed[rows, :, : tiles * TILE_TOKENS]
+                    states[index, :, column : column + tiles * TILE_TOKENS] = packed[index, :, : tiles * TILE_TOKENS]
                 first = sinks + tiles * TILE_TOKENS
                 if length > first:
-                    states[rows, :, start + first : start + length] = self.window.read(rows, first, length)[side]
+                    states[index, :, start + first : start + length] = self.window.read(index, first, length)[side]
         if self.codecs.balance.factors is not None:
             out[KEYS].copy_(self.codecs.balance.multiplied(out[KEYS]))
 
