@@ -39,12 +39,13 @@ from subbyte_kernels.pack_tiles import unpack_tiles as selected_unpacking
 from subbyte_kernels.pack_tiles.reference import lattice_entries, nearest_entries, normalize_tokens, split_outliers
 from subbyte_kernels.rotary import HeadNorms, TokenPlace, rotary
 from subbyte_kernels.router import RouterMatrix, RouterSpec, router
-from subbyte_kernels.small_linear import small_linear
+from subbyte_kernels.small_linear import MAX_LINEAR_TOKENS, small_linear
 
 
 __all__ = [
     "BACKENDS",
     "MAX_EXPERT_TOKENS",
+    "MAX_LINEAR_TOKENS",
     "MAX_TOKENS",
     "NO_PAGE",
     "TILE_TOKENS",

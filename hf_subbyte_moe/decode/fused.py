@@ -5,8 +5,8 @@ sixty: norm | queries, keys and values | norms of heads, rotary and storing | at
 and norm | router | experts (2, with the residual). Routers that were steered, experts that are not plain tensors and
 other feed-forward layers are called as modules.
 
-Gives up: batches, which go through the modules; and sums are taken in another order than in the model's own kernels,
-so logits differ in their last bits.
+Gives up: batches of more than 16 rows, which go through the modules; and sums are taken in another order than in the
+model's own kernels, so logits differ in their last bits.
 """
 
 import weakref
@@ -23,12 +23,13 @@ from hf_subbyte_moe.cache import ATTENTION_NAME, CacheSteps, EntropySubbyteCache
 from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.experts.fused import fused_activation
 from hf_subbyte_moe.experts.quantized import PACKED, Packing
-from hf_subbyte_moe.ops import HeadNorms, add_norm, rotary, small_linear
-from hf_subbyte_moe.ops_moe import ExpertLayout, expert_mlp, router
+from hf_subbyte_moe.ops import MAX_LINEAR_TOKENS, HeadNorms, add_norm, rotary, small_linear
+from hf_subbyte_moe.ops_moe import MAX_EXPERT_TOKENS, MAX_ROUTER_TOKENS, ExpertLayout, expert_mlp, router
 from hf_subbyte_moe.routing import SteeredRouter
 from hf_subbyte_moe.routing.fused import FusedRouter, fused_router, router_matrix
 
 
+MAX_STEP_ROWS = min(MAX_LINEAR_TOKENS, MAX_EXPERT_TOKENS, MAX_ROUTER_TOKENS)
 _FAMILIES = ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe")
 _BLOCKS = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
 _found: weakref.WeakKeyDictionary[nn.Module, FusedRouter | None] = weakref.WeakKeyDictionary()
@@ -76,12 +77,10 @@ class FusedStep:
             rows: B.
 
         Raises:
-            ValueError: it is not built as expected, or there are several rows; says how.
+            ValueError: it is not built as expected, or there are too many rows; says how.
         """
-        if (
-            rows > 1
-        ):  # on a GPU, two runs of the same three rows of a Mixtral differed in later bits; one row never did
-            raise ValueError("several rows go through the model's modules")
+        if rows > MAX_STEP_ROWS:
+            raise ValueError(f"kernels take up to {MAX_STEP_ROWS} rows, not {rows}")
         if model.config._attn_implementation != ATTENTION_NAME:
             raise ValueError(f"attention is computed by {model.config._attn_implementation!r}")
         if model.training:

@@ -54,14 +54,14 @@ def forced(model: Any, ids: torch.Tensor, prompt_cache: EntropySubbyteCache) -> 
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["modules", "fused"])
-@pytest.mark.parametrize(("kind", "rows"), [("llama", 1), ("mixtral", 3), ("qwen3_moe", 1), ("qwen3_moe", 3)])
+@pytest.mark.parametrize(("kind", "rows"), [("llama", 1), ("mixtral", 3), ("qwen3_moe", 1), ("qwen3_moe", 9)])
 def test_replays_equal_the_same_steps_without_a_graph(
     kind: str, rows: int, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of(kind, MIXED, fused, **WIDE)
     cache, ids = filled(model, prompt(700, rows).cuda()), prompt(STEPS, rows, seed=1).cuda()
     replayed, graph = forced(model, ids, cache)
-    assert graph.is_fused == (fused and rows == 1)
+    assert graph.is_fused == fused
     assert graph.replays == STEPS - graph.captures  # a warm-up for each capture
     assert graph.captures <= 2  # flushes do not capture again, but for a pool that grew
     monkeypatch.setattr(runner, "_GRAPHED", ())

@@ -99,6 +99,19 @@ def test_fused_steps_are_the_models_own_but_for_rounding(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(("rows", "fused"), [(3, True), (16, True), (17, False)])
+def test_rows_go_through_fused_kernels_together(rows: int, fused: bool) -> None:
+    plain, stepped = both("mixtral", LOSSY)
+    hf_subbyte_moe.apply(stepped, {"kv_cache": LOSSY, "decode": {"cuda_graph": True}})
+    ids, mask = left_padded([prompt(20 + 40 * (row % 4), seed=row) for row in range(rows)])
+    expected, made = (generate(model, ids, attention_mask=mask, max_new_tokens=6) for model in (plain, stepped))
+    assert stepped.forward.graphed(cache_of(made)).is_fused == fused
+    assert torch.equal(made.sequences, expected.sequences)
+    for left, right in zip(made.logits, expected.logits, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_a_model_that_was_changed_keeps_its_modules() -> None:
     model = hf_subbyte_moe.apply(tiny_model("mixtral"), {"kv_cache": LOSSY, "decode": {"cuda_graph": True}})
     model.model.layers[0].self_attn.q_proj = torch.nn.Sequential(model.model.layers[0].self_attn.q_proj)

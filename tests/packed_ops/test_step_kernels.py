@@ -118,7 +118,7 @@ def test_kernels_compile(architecture: str) -> None:
         rotary_kernel.Variant(0, 64, 3, 3, norms=False, bf16=False, one_angle=False),
     ]
     texts[rotary_kernel._SOURCE] = [variant.defined() for variant in variants]
-    shapes = [(2048, 1, bf16), (6144, 8, bf16), (14336, 2, torch.float16)]
+    shapes = [(2048, 1, bf16, True), (6144, 16, bf16, False), (14336, 2, torch.float16, False)]
     texts[linear_kernel._SOURCE] = [linear_kernel.defined(*shape) for shape in shapes]
     for source, definitions in texts.items():
         for defined in definitions:
@@ -167,8 +167,10 @@ class TestRotaryOnGpu:
                 assert torch.equal(left.nan_to_num(), right.nan_to_num())
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 8])
-@pytest.mark.parametrize("shape", [(2048, (4096, 512, 512)), (4096, (2048,)), (768, (3, 1)), (6144, (6144, 1024))])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 16])
+@pytest.mark.parametrize(
+    "shape", [(2048, (4096, 512, 512)), (4096, (2048,)), (768, (3, 1)), (6144, (6144, 1024)), (2048, (30001,))]
+)
 class TestLinearOnGpu:
     pytestmark = on_gpu
 

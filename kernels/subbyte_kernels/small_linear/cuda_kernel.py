@@ -1,4 +1,4 @@
-"""Linear layers of 1 to 8 tokens in CUDA C++ (``small_linear.cu``), one launch for up to three matrices."""
+"""Linear layers of 1 to 16 tokens in CUDA C++ (``small_linear.cu``), one launch for up to three matrices."""
 
 import struct
 from collections.abc import Sequence
@@ -14,10 +14,11 @@ from subbyte_kernels.small_linear.reference import MAX_LINEAR_TOKENS
 
 _SOURCE = Path(__file__).with_name("small_linear.cu")
 _UNIT = 256  # channels that a warp loads at once
-_MAX_WIDTH = 16384
-_WARPS = 8
-_BLOCKS = 2  # of a multiprocessor
+_ROWS = 8  # of an item
 _MATRICES = 3
+_MAX_WARPS = 16
+_MANY_ITEMS = 16  # of a multiprocessor: from here on small blocks, which wait for fewer others at an item's end
+_FEW_WARPS = 4
 
 
 def linear_obstacle(hidden: Tensor, weights: Sequence[Tensor]) -> str | None:
@@ -32,32 +33,33 @@ def linear_obstacle(hidden: Tensor, weights: Sequence[Tensor]) -> str | None:
         return f"it takes 1 to {MAX_LINEAR_TOKENS} tokens and {_MATRICES} matrices, not {tokens} and {len(weights)}"
     if hidden.dtype not in (torch.float16, torch.bfloat16) or {weight.dtype for weight in weights} != {hidden.dtype}:
         return "it takes fp16 and bf16, states and weights alike"
-    if width % _UNIT or width > _MAX_WIDTH or tokens * width > _MAX_WIDTH * 6:
-        return f"it takes a multiple of {_UNIT} channels up to {_MAX_WIDTH}, not {width}"
+    if width % _UNIT:
+        return f"it takes a multiple of {_UNIT} channels, not {width}"
     if not all(weight.is_contiguous() for weight in weights):
         return "a matrix is not contiguous"
     return None
 
 
-def defined(width: int, tokens: int, dtype: torch.dtype) -> dict[str, object]:
-    """What the kernel's text wants to know."""
-    loads = width // _UNIT
-    stage = max(part for part in range(1, 9) if loads % part == 0)
+def defined(width: int, tokens: int, dtype: torch.dtype, many: bool) -> dict[str, object]:
+    """What the kernel's text wants to know; ``many``: there are many items for each multiprocessor."""
+    units, most = width // _UNIT, _FEW_WARPS if many else _MAX_WARPS
+    warps = max(part for part in range(1, most + 1) if units % part == 0)
     return {
         "WIDTH": width,
         "TOKENS": tokens,
-        "STAGE": stage,
-        "WARPS": _WARPS,
+        "WARPS": warps,
+        "BLOCKS": 2 if warps <= _MAX_WARPS // 2 else 1,
         "MODEL_BF16": int(dtype == torch.bfloat16),
     }
 
 
 @lru_cache(maxsize=64)
-def _kernel(device: int, width: int, tokens: int, dtype: torch.dtype) -> nvrtc.Kernel:
-    shared = tokens * width * 2
-    return nvrtc.Kernel(
-        _SOURCE, "small_linear", defined(width, tokens, dtype), device, 32 * _WARPS, shared, waits=True
-    )
+def _kernel(device: int, width: int, tokens: int, dtype: torch.dtype, many: bool) -> tuple[nvrtc.Kernel, int]:
+    """The kernel, and how many of its blocks run at once."""
+    given = defined(width, tokens, dtype, many)
+    warps, blocks = (int(str(given[name])) for name in ("WARPS", "BLOCKS"))
+    kernel = nvrtc.Kernel(_SOURCE, "small_linear", given, device, 32 * warps, 0, waits=True)
+    return kernel, nvrtc.device_limits(device)[0] * blocks
 
 
 def small_linear_cuda(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -70,8 +72,8 @@ def small_linear_cuda(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
     addresses = [weight.data_ptr() for weight in weights]
     addresses += addresses[-1:] * (_MATRICES - len(addresses))
     params = struct.pack("<5Q3i4x", hidden.data_ptr(), *addresses, output.data_ptr(), *ends)
-    multiprocessors = nvrtc.device_limits(device)[0]
-    blocks = min(-(-ends[-1] // _WARPS), multiprocessors * _BLOCKS)
-    kernel = _kernel(device, width, tokens, hidden.dtype)
-    kernel.launch((blocks, 1, 1), params, torch._C._cuda_getCurrentRawStream(device))
+    items = -(-ends[-1] // _ROWS)
+    many = items > _MANY_ITEMS * nvrtc.device_limits(device)[0]
+    kernel, at_once = _kernel(device, width, tokens, hidden.dtype, many)
+    kernel.launch((min(items, at_once), 1, 1), params, torch._C._cuda_getCurrentRawStream(device))
     return output

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 
-MAX_LINEAR_TOKENS = 8
+MAX_LINEAR_TOKENS = 16
 
 
 def small_linear_reference(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:

@@ -1,13 +1,22 @@
-// Linear layers of a few tokens: memory-bound, so everything serves the stream of weights. A warp computes rows of the
-// matrices, one after the other; a lane holds 16 bytes of every 512 of a row, a stage of STAGE such loads at a time, and
-// asks for the next stage before it uses the last. The first stage is asked for before the kernel waits for the one that
-// makes the states: weights do not depend on it.
+// Linear layers of a few tokens: memory-bound, so everything serves the stream of weights.
 //
-// The host defines: WIDTH (K, a multiple of 256), TOKENS (T), STAGE (loads of a stage, a divisor of WIDTH / 256), WARPS (of
-// a block), MODEL_BF16.
+// An item is 8 rows of the matrices. The warps of a block share it by columns, 256 a warp and pass, and add up what they
+// got in shared memory. Tokens are operand A of the tensor cores' m16n8k16 (rows), weights operand B (8 columns), so one
+// pass over a weight serves up to 16 tokens. Lane 4 g + t (g = 0..7, t = 0..3) holds of B column g and the contracted
+// indices 2 t, 2 t + 1, 2 t + 8, 2 t + 9, of A rows g and g + 8 and the same. A sum does not care for the order of its
+// terms: lane t takes the 8 neighbours that one 16-byte load brings, and both operands are read in the same order.
+//
+// Weights go straight to registers, eight loads of a lane in flight: a load's register is asked for again, by the next
+// pass or item, as soon as it was multiplied. The first ones are asked for before the kernel waits for the one that makes
+// the states: weights do not depend on it.
+//
+// The host defines: WIDTH (K, a multiple of 256), TOKENS (T, up to 16), WARPS (of a block, a divisor of WIDTH / 256),
+// BLOCKS (of a multiprocessor, at least), MODEL_BF16.
 
-constexpr int LOADS = WIDTH / 256, STAGES = LOADS / STAGE;
-static_assert(LOADS % STAGE == 0, "stages are whole");
+constexpr int LOADS = 8;
+constexpr int PASSES = WIDTH / (256 * WARPS);
+constexpr int HALVES = TOKENS > 8 ? 2 : 1;
+static_assert(WIDTH % (256 * WARPS) == 0, "passes are whole");
 
 struct Params {
     const uint4 *hidden;     // [T, WIDTH]
@@ -16,8 +25,6 @@ struct Params {
     int ends[3];             // rows of the first matrix, of the first two, of all
     int unused;
 };
-
-extern __shared__ uint4 states[];  // [TOKENS, WIDTH / 8]
 
 DEVICE u16 narrow(float x) {
     u16 y;
@@ -29,61 +36,85 @@ DEVICE u16 narrow(float x) {
     return y;
 }
 
+#if MODEL_BF16
+#define TYPES "f32.bf16.bf16.f32"
+#else
+#define TYPES "f32.f16.f16.f32"
+#endif
+DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col." TYPES " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Where a lane's part of a row begins, in 16-byte words; rows behind the last are the last one.
 DEVICE const uint4 *row_of(const Params &p, int row) {
+    row = min(row, p.ends[2] - 1);
     const int part = row < p.ends[0] ? 0 : row < p.ends[1] ? 1 : 2;
     return p.weight[part] + (u64)(row - (part ? p.ends[part - 1] : 0)) * (WIDTH / 8);
 }
 
-DEVICE void load(uint4 (&words)[STAGE], const uint4 *from) {
-#pragma unroll
-    for (int i = 0; i < STAGE; ++i)
-        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(words[i].x), "=r"(words[i].y), "=r"(words[i].z), "=r"(words[i].w) : "l"(from + i * 32));
+DEVICE uint4 load_weight(const uint4 *from) {
+    uint4 word;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w) : "l"(from));
+    return word;
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) small_linear(const __grid_constant__ Params p) {
-    const int lane = threadIdx.x & 31, step = gridDim.x * WARPS;
-    int row = blockIdx.x * WARPS + (threadIdx.x >> 5);
-    const int rows = p.ends[2];
-    uint4 now[STAGE], next[STAGE];
-    const uint4 *from = row_of(p, row < rows ? row : 0) + lane;
-    load(now, from);
+DEVICE uint4 load_state(const uint4 *from, bool there) {
+    uint4 word = make_uint4(0, 0, 0, 0);
+    if (there)
+        asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w) : "l"(from) : "memory");
+    return word;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) small_linear(const __grid_constant__ Params p) {
+    __shared__ float parts[2][WARPS][TOKENS][8];  // in turn
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int items = (p.ends[2] + 7) / 8;
+    const int column = 32 * warp + t;  // of the first pass, in 16-byte words
+    const uint4 *from = row_of(p, 8 * blockIdx.x + g) + column;
+    uint4 weights[LOADS];
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) weights[i] = load_weight(from + 4 * i);
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-    for (int i = threadIdx.x; i < TOKENS * WIDTH / 8; i += 32 * WARPS) states[i] = p.hidden[i];
-    __syncthreads();
-    while (row < rows) {
-        float sum[TOKENS];
+    uint4 states[HALVES][LOADS];
+    int turn = 0;
+    for (int item = blockIdx.x; item < items; item += gridDim.x, turn ^= 1) {
+        float sum[2][4] = {};  // two, so that products need not wait for each other
 #pragma unroll
-        for (int t = 0; t < TOKENS; ++t) sum[t] = 0.0f;
-        const int following = row + step;
-        const uint4 *then = row_of(p, following < rows ? following : row) + lane;
+        for (int pass = 0; pass < PASSES; ++pass) {
+            if (PASSES > 1 || item == blockIdx.x)  // the same for all items, if a pass is all
 #pragma unroll
-        for (int stage = 0; stage < STAGES; ++stage) {
-            load(next, stage + 1 < STAGES ? from + (stage + 1) * STAGE * 32 : then);
+                for (int half = 0; half < HALVES; ++half)
 #pragma unroll
-            for (int i = 0; i < STAGE; ++i) {
-                const u32 w[4] = {now[i].x, now[i].y, now[i].z, now[i].w};
+                    for (int i = 0; i < LOADS; ++i) {
+                        const int token = 8 * half + g;
+                        states[half][i] = load_state(p.hidden + token * (WIDTH / 8) + 32 * WARPS * pass + column + 4 * i, token < TOKENS);
+                    }
+            const bool more = pass + 1 < PASSES || item + gridDim.x < items;
+            from = pass + 1 < PASSES ? from + 32 * WARPS : row_of(p, 8 * (item + gridDim.x) + g) + column;
 #pragma unroll
-                for (int t = 0; t < TOKENS; ++t) {
-                    const uint4 read = states[t * (WIDTH / 8) + (stage * STAGE + i) * 32 + lane];
-                    const u32 x[4] = {read.x, read.y, read.z, read.w};
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) sum[t] += low(w[e]) * low(x[e]) + high(w[e]) * high(x[e]);
-                }
+            for (int i = 0; i < LOADS; ++i) {
+                const uint4 w = weights[i], x = states[0][i], y = HALVES > 1 ? states[HALVES - 1][i] : make_uint4(0, 0, 0, 0);
+                mma(sum[0], x.x, y.x, x.y, y.y, w.x, w.y);
+                mma(sum[1], x.z, y.z, x.w, y.w, w.z, w.w);
+                if (more) weights[i] = load_weight(from + 4 * i);
             }
-#pragma unroll
-            for (int i = 0; i < STAGE; ++i) now[i] = next[i];
         }
+        float(*mine)[8] = parts[turn][warp];
+        if (g < TOKENS) *(float2 *)&mine[g][2 * t] = make_float2(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1]);
+        if (g + 8 < TOKENS) *(float2 *)&mine[g + 8][2 * t] = make_float2(sum[0][2] + sum[1][2], sum[0][3] + sum[1][3]);
+        __syncthreads();
+        for (int i = threadIdx.x; i < 8 * TOKENS; i += 32 * WARPS) {
+            const int token = i / 8, row = 8 * item + i % 8;
+            float all = 0.0f;
 #pragma unroll
-        for (int t = 0; t < TOKENS; ++t) {
-#pragma unroll
-            for (int bit = 1; bit < 32; bit <<= 1) sum[t] += __shfl_xor_sync(FULL, sum[t], bit);
-            if (lane == 0) p.output[(u64)t * rows + row] = narrow(sum[t]);
+            for (int w = 0; w < WARPS; ++w) all += parts[turn][w][token][i % 8];
+            if (row < p.ends[2]) p.output[(u64)token * p.ends[2] + row] = narrow(all);
         }
-        row = following;
-        from = then;
     }
 }
