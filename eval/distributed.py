@@ -15,7 +15,6 @@ import os
 import sys
 import time
 import warnings
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +25,6 @@ import torch.distributed as dist
 import transformers
 import typer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -37,6 +35,7 @@ from commits import commit_of
 
 import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache
+from hf_subbyte_moe.cli.shapes import random_model_of
 from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.config import RoutingConfig
 from hf_subbyte_moe.distributed.experts import (
@@ -57,7 +56,6 @@ from hf_subbyte_moe.routing.traces import recorded
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = ("single", "tensor", "expert")
-_INITIAL_STD = 0.02
 _STATE_BYTES = 2  # of an element of a hidden state
 
 
@@ -78,46 +76,6 @@ class Watch:
         if dist.is_initialized():
             dist.all_reduce(over)
         return bool(over.item() > 0)
-
-
-def random_model(config: PreTrainedConfig, parallel: DistributedConfig | None, device: torch.device) -> Any:
-    """A model with random bf16 weights, each rank's made where they stay; whole weights are alike on all ranks."""
-    cls: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    mesh = None
-    if parallel is not None:
-        parallel, _, mesh = cls.prepare_distribute_model(parallel)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    if parallel is not None:
-        model = cls.maybe_distribute_model(model, parallel, mesh)
-    for module_name, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            module._parameters[name] = _random(f"{module_name}.{name}", parameter, device)
-        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-            fresh = type(module)(config)
-            for name, buffer in fresh.named_buffers(recurse=False):
-                module._buffers[name] = buffer.to(device)
-            if hasattr(fresh, "original_inv_freq"):
-                module.original_inv_freq = module.inv_freq
-    return model.eval()
-
-
-def _random(name: str, parameter: Any, device: torch.device) -> torch.nn.Parameter:
-    """Ones for norms, else normal; a sharded parameter differs between ranks."""
-    sharded = hasattr(parameter, "to_local")
-    local = parameter.to_local() if sharded else parameter
-    made = torch.empty(local.shape, dtype=local.dtype, device=device)
-    rank = dist.get_rank() if sharded else 0
-    random = torch.Generator(device).manual_seed(zlib.crc32(f"{rank} {name}".encode()))
-    if "norm" in name:
-        made.fill_(1)
-    else:
-        made.normal_(std=_INITIAL_STD, generator=random)
-    if sharded:
-        made = type(parameter).from_local(
-            made, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-        )
-    return torch.nn.Parameter(made, requires_grad=False)
 
 
 def filled_cache(model: Any, packed: bool, batch: int, context: int, bits: float) -> Any:
@@ -183,7 +141,7 @@ class Run:
             parallel = DistributedConfig(tp_plan="auto")
         elif mode == "expert":
             parallel = expert_parallel(self.model_config)
-        self.model = random_model(self.model_config, parallel, watch.device)
+        self.model = random_model_of(self.model_config, watch.device, parallel)
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.shape = shape_of(self.model_config, asked["name"])
         self.states = self.model_config.hidden_size * _STATE_BYTES

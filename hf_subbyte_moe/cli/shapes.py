@@ -1,9 +1,11 @@
 """Models of real shapes with random weights, made where they are timed."""
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -14,11 +16,15 @@ from transformers import (
     Qwen3MoeConfig,
 )
 from transformers.cache_utils import DynamicCache
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.experts.fused import experts_modules
 from hf_subbyte_moe.experts.quantized import layout_of, put_packed
 from hf_subbyte_moe.ops_moe import ExpertLayout
+
+
+_INITIAL_STD = 0.02
 
 
 def _mixtral_8x7b(**own: Any) -> PreTrainedConfig:
@@ -114,6 +120,21 @@ SHAPES: dict[str, Callable[..., PreTrainedConfig]] = {
 }
 
 
+def config_of(shape: str, layers: int | None) -> PreTrainedConfig:
+    """The config of a real shape.
+
+    Args:
+        shape: one of :data:`SHAPES`.
+        layers: how many of its layers; None means all.
+
+    Raises:
+        ValueError: no such shape.
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"there is no shape {shape!r}: one of {list(SHAPES)}")
+    return SHAPES[shape](**({} if layers is None else {"num_hidden_layers": layers}))
+
+
 def random_model(shape: str, layers: int | None, device: torch.device) -> PreTrainedModel:
     """A model of a real shape in bf16.
 
@@ -125,11 +146,28 @@ def random_model(shape: str, layers: int | None, device: torch.device) -> PreTra
     Raises:
         ValueError: no such shape.
     """
-    if shape not in SHAPES:
-        raise ValueError(f"there is no shape {shape!r}: one of {list(SHAPES)}")
-    config = SHAPES[shape](**({} if layers is None else {"num_hidden_layers": layers}))
-    with device:
+    return random_model_of(config_of(shape, layers), device)
+
+
+def random_model_of(
+    config: PreTrainedConfig, device: torch.device, parallel: DistributedConfig | None = None
+) -> PreTrainedModel:
+    """A model with random bf16 weights, made where they stay.
+
+    Args:
+        config: of a causal language model whose weights are not tied.
+        device: of this process.
+        parallel: how all ranks share the model; a rank makes its own shards, and whole weights are alike on all ranks.
+    """
+    cls: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    mesh = None
+    if parallel is not None:
+        parallel, _, mesh = cls.prepare_distribute_model(parallel)
+    with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if parallel is not None:
+        model = cls.maybe_distribute_model(model, parallel, mesh)
+    _make_weights(model, device)
     model.eval()
     return model
 
@@ -143,25 +181,50 @@ def random_packed_model(shape: str, weights: str, layers: int | None, device: to
         layers: how many of its layers; None means all.
         device: where its weights are made.
     """
-    config = SHAPES[shape](**({} if layers is None else {"num_hidden_layers": layers}))
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config_of(shape, layers), dtype=torch.bfloat16)
     bytes_of: tuple[torch.Tensor, torch.Tensor] | None = None
     for module in experts_modules(model):
         layout = layout_of(module, weights)
         if bytes_of is None:
             bytes_of = _random_bytes(module, layout, device)
         put_packed(module, layout, *(rows.clone() for rows in bytes_of))
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                made = torch.empty_like(parameter, device=device)
-                made = made.fill_(1.0) if parameter.ndim == 1 else made.normal_(std=config.initializer_range)
-                module._parameters[name] = nn.Parameter(made, requires_grad=False)
-    decoder: Any = model.base_model
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=config).to(device)
+    _make_weights(model, device)
     model.eval()
     return model
+
+
+def _make_weights(model: PreTrainedModel, device: torch.device) -> None:
+    """Put random weights, and the buffers that a config makes, where a model has none yet."""
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.device.type == "meta":
+                module._parameters[name] = _random(f"{module_name}.{name}", parameter, device)
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            made: Any = type(module)
+            fresh = made(model.config)
+            for name, buffer in fresh.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)
+            if hasattr(fresh, "original_inv_freq"):
+                module.original_inv_freq = module.inv_freq
+
+
+def _random(name: str, parameter: Any, device: torch.device) -> nn.Parameter:
+    """Ones for norms, else normal; a sharded parameter differs between ranks."""
+    sharded = hasattr(parameter, "to_local")
+    local = parameter.to_local() if sharded else parameter
+    made = torch.empty(local.shape, dtype=local.dtype, device=device)
+    rank = dist.get_rank() if sharded else 0
+    random = torch.Generator(device).manual_seed(zlib.crc32(f"{rank} {name}".encode()))
+    if "norm" in name:
+        made.fill_(1)
+    else:
+        made.normal_(std=_INITIAL_STD, generator=random)
+    if sharded:
+        made = type(parameter).from_local(
+            made, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+        )
+    return nn.Parameter(made, requires_grad=False)
 
 
 def cached_widths(model: PreTrainedModel) -> list[tuple[tuple[int, int], tuple[int, int]]]:
