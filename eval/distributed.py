@@ -11,7 +11,6 @@ Example: torchrun --nproc-per-node 2 eval/distributed.py eval/configs/distribute
 """
 
 import json
-import os
 import sys
 import time
 import warnings
@@ -47,6 +46,7 @@ from hf_subbyte_moe.distributed.experts import (
     ranks_of_experts,
     traffic_of,
 )
+from hf_subbyte_moe.distributed.launch import rank_device
 from hf_subbyte_moe.patching import use_packed_attention
 from hf_subbyte_moe.roofline import read_config, shape_of, step
 from hf_subbyte_moe.routing import Clusters, find_routers, release, steer
@@ -304,11 +304,8 @@ def main(
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} is not possible: one of {list(MODES)}")
     config = json.loads(config_file.read_text(encoding="utf-8"))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every length of a growing cache
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every length of a growing cache
+    device = rank_device()
     if mode != "single":
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     conditions = {

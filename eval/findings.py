@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from latency_report import is_whole_on_one_gpu
+
 from hf_subbyte_moe.roofline import Shape, read_config, shape_of, step
 
 
@@ -165,12 +167,16 @@ def batch_size() -> Finding | None:
 
 def stock_at_128k() -> Finding | None:
     """What Transformers itself takes."""
-    rows = [row for row in rows_of("latency", batch=1, context=131072) if row["system"].startswith("stock")]
+    rows = [row for row in _on_one_gpu(131072) if row["system"].startswith("stock")]
     if not rows:
         return None
     figure = ", ".join(f"{row['model']}, {row['system']}: {_ms(row):.1f} ms" for row in rows)
     verdict = verdict_of([Case(_ms(row), 50.0) for row in rows], premise=True)
     return Finding(figure, f"batch 1, {named(rows, 'device')}", verdict)
+
+
+def _on_one_gpu(context: int) -> list[Row]:
+    return [row for row in rows_of("latency", batch=1, context=context) if is_whole_on_one_gpu(row)]
 
 
 def _ms(row: Row) -> float:
@@ -181,7 +187,7 @@ def _ms(row: Row) -> float:
 def latency(context: int, claimed: float) -> Finding | None:
     """Our fastest system for each model; the claim is about 8x22B, smaller models count where that is not there."""
     best: dict[str, Row] = {}
-    for row in rows_of("latency", batch=1, context=context):
+    for row in _on_one_gpu(context):
         known = best.get(row["model"])
         if not row["system"].startswith("stock") and (known is None or _ms(row) < _ms(known)):
             best[row["model"]] = row

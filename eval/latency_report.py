@@ -5,8 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hf_subbyte_moe.cli.shapes import SHAPES
+
 
 Row = dict[str, Any]
+Cell = tuple[str, str, int, int, int, int]
 _STOCK = ("stock default", "stock static compiled")
 _COLUMNS = 4  # of panels in the plot
 _ORDER = (*_STOCK, "cache", "+ attention", "+ experts", "+ router", "+ graph", "+ fused kernels")
@@ -21,8 +24,32 @@ def load(path: Path) -> dict[str, Any]:
     return result
 
 
-def _cell(row: Row) -> tuple[str, str, int, int]:
-    return row["model"], row["weights"], row["batch"], row["context"]
+def _cell(row: Row) -> Cell:
+    return row["model"], row["weights"], _layers(row), _gpus(row), row["batch"], row["context"]
+
+
+def _layers(row: Row) -> int:
+    """How many a model was cut to; 0 for a whole one."""
+    config = SHAPES[row["model"]]() if row["model"] in SHAPES else None
+    layers = int(row.get("layers", 0))
+    return 0 if config is None or layers == config.num_hidden_layers else layers
+
+
+def _gpus(row: Row) -> int:
+    """How many share the model; rows from before they said so are of one."""
+    return int(row.get("gpus", 1))
+
+
+def is_whole_on_one_gpu(row: Row) -> bool:
+    """Whether a row is of a model with all its layers on one GPU, as headlines are."""
+    return _gpus(row) == 1 and not _layers(row)
+
+
+def _label(cell: Cell) -> tuple[str, str]:
+    name, weights, layers, gpus, batch, context = cell
+    cut = f", {layers} layers" if layers else ""
+    several = f", {gpus} GPUs" if gpus > 1 else ""
+    return f"{name} {weights}{cut}{several}, batch {batch}", f"{context:,} tokens"
 
 
 def _policy(row: Row) -> str:
@@ -39,13 +66,14 @@ def table(result: dict[str, Any]) -> str:
     ]
     lines.append("| --- | --- |" + " ---: |" * 6)
     for row in result["rows"]:
-        name, weights, batch, context = _cell(row)
+        model, tokens = _label(_cell(row))
         step = "-" if row["ms_step"] is None else f"{row['ms_step']:.2f}"
+        peak = "-" if row["peak_gb"] is None else f"{row['peak_gb']:.1f}"
         first = "-" if row["first_ms"] is None else f"{row['first_ms']:.0f}"
         lines.append(
-            f"| {name} {weights}, batch {batch}, {context:,} tokens | {row['system']}{_policy(row)} | "
+            f"| {model}, {tokens} | {row['system']}{_policy(row)} | "
             f"{row['ms_generate']:.2f} | {row['ms_mean']:.2f} | {step} | {row['share_of_roofline']:.0%} | {first} | "
-            f"{row['peak_gb']:.1f} |"
+            f"{peak} |"
         )
     conditions = dict(result["conditions"])
     rate = conditions.pop("copy_bytes_a_second") / 1e12
@@ -107,7 +135,6 @@ def plot(rows: list[Row], path: Path) -> None:
         panel.set_yscale("log")
         panel.set_ylim(0.8 * limit, 2 * max(row["ms_generate"] for row in here))  # room for the legend
         panel.set_xticks(range(len(here)), [row["system"] for row in here], rotation=40, ha="right", fontsize=8)
-        name, weights, batch, context = cell
-        panel.set(title=f"{name} {weights}, batch {batch}\n{context:,} tokens", ylabel="ms a token of generate()")
+        panel.set(title="\n".join(_label(cell)), ylabel="ms a token of generate()")
         panel.legend(fontsize=8)
     figure.savefig(path, dpi=110, metadata={"Description": digest(rows)})

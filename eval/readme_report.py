@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import cards
+from latency_report import is_whole_on_one_gpu
 from quality.report import ONE_PIECE, TEXT, Row, conditions, key_of, missing, name_of, shown, table
 
 
@@ -99,7 +100,7 @@ def memory() -> str:
 
 def latency_short() -> str:
     """``generate``: the fastest stock run of each cell beside our fastest; every step between is in eval/README.md."""
-    rows = [row for row in _rows("latency") if row["ms_generate"] is not None]
+    rows = [row for row in _rows("latency") if row["ms_generate"] is not None and is_whole_on_one_gpu(row)]
     if not rows:
         return "Not measured yet: `hf-subbyte-moe bench latency --json eval/results/latency.json`."
     cells: dict[tuple[str, int, int], tuple[list[Row], list[Row]]] = {}

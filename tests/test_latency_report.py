@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
 import latency_report
 
 
-def row(system: str, ms: float, context: int = 1024) -> dict[str, Any]:
+def row(system: str, ms: float, context: int = 1024, **own: Any) -> dict[str, Any]:
     return {
         "model": "toy",
         "weights": "bf16",
@@ -29,6 +29,7 @@ def row(system: str, ms: float, context: int = 1024) -> dict[str, Any]:
         "peak_gb": 2.0,
         "device": "GPU",
         "commit": "abc",
+        **own,
     }
 
 
@@ -57,6 +58,17 @@ def test_rows_come_by_cell_and_system(tmp_path: Path) -> None:
     assert "| stock static compiled | 8.00 | 9.00 | - |" in text
     assert "GPU, torch x; commit abc" in text
     assert "4.00 TB/s" in text
+
+
+def test_rows_of_several_gpus_or_fewer_layers_are_cells_of_their_own(tmp_path: Path) -> None:
+    given = [row("+ router", 9.0, gpus=2), row("+ router", 7.0, layers=4, gpus=1), row("+ router", 3.0, layers=2)]
+    result = write(tmp_path / "latency.json", [*given, row("+ router", 8.0, layers=2, gpus=2)])
+    assert [one["ms_generate"] for one in result["rows"]] == [7.0, 9.0, 3.0, 8.0]
+    assert [latency_report.is_whole_on_one_gpu(one) for one in result["rows"]] == [True, False, False, False]
+    labels = [line.split(" | ")[0] for line in latency_report.table(result).splitlines()[2:6]]
+    rest = "batch 1, 1,024 tokens"
+    names = ["toy bf16", "toy bf16, 2 GPUs", "toy bf16, 2 layers", "toy bf16, 2 layers, 2 GPUs"]
+    assert labels == [f"| {name}, {rest}" for name in names]
 
 
 def test_nothing_measured_is_said(tmp_path: Path) -> None:

@@ -4,10 +4,13 @@ Models have real shapes and random weights, because what a step costs hardly dep
 system generates from the same prompt; each one adds a part to the one before. A row says what share of the roofline it
 reaches: the time in which the GPU copies as many bytes as the step must read: active weights and what the cache holds,
 which is latents where a model caches these.
+
+Under torchrun all ranks share one model by Transformers' own tensor parallelism: a rank makes, fills and reads its
+share. A row then is the first rank's, and its roofline is one GPU's: its part of the weights and its own cache,
+without what GPUs send each other. The toy shape runs on a CPU too, to try a command; its times say nothing of a GPU.
 """
 
 import functools
-import gc
 import itertools
 import json
 import statistics
@@ -16,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
@@ -26,13 +30,17 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.generation.streamers import BaseStreamer
 
 import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache
+from hf_subbyte_moe.cli.clock import DeviceClock
 from hf_subbyte_moe.cli.outputs import JsonFile
-from hf_subbyte_moe.cli.shapes import SHAPES, cached_widths, random_model, random_packed_model
+from hf_subbyte_moe.cli.shapes import SHAPES, cached_widths, config_of, random_model_of, random_packed_model
 from hf_subbyte_moe.compat import CACHE_KW, cache_of
+from hf_subbyte_moe.distributed.heads import head_ranks
+from hf_subbyte_moe.distributed.launch import grouped, rank, rank_device, ranks
 from hf_subbyte_moe.roofline import Shape, shape_of
 
 
@@ -50,20 +58,20 @@ _OURS: dict[str, dict[str, Any]] = {
 SYSTEMS = (STOCK, STATIC, *_OURS)
 _WARM_UP = 6  # tokens that are not counted: kernels are built and steps captured
 _SLOW_TOKENS = 24  # of systems whose every token takes long
-_COPY_BYTES = 4 << 30
+_ON_CPU = "toy"  # the shape that needs no GPU
 _BF16 = "bf16"
 _WEIGHT_BITS = {_BF16: 16.0, "int4": 4.5, "int4-g64": 4.25, "fp8": 8.125}  # of an expert's weights, scales included
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run of ``generate``.
+    """One run of ``generate``; bytes are this process's.
 
     Attributes:
         tokens_ms: spans between tokens, behind the first few.
         steps_ms: of the model's forward on the device, likewise; empty where it cannot be timed alone.
         first_ms: until the first token is there; None where the prompt was not computed.
-        peak_bytes: allocated at most.
+        peak_bytes: allocated at most; None on a CPU.
         cache_bytes: of keys and values at the end.
         read_bytes: of these, what a step reads: room for more is not read.
     """
@@ -71,7 +79,7 @@ class Measured:
     tokens_ms: list[float]
     steps_ms: list[float]
     first_ms: float | None
-    peak_bytes: int
+    peak_bytes: int | None
     cache_bytes: int
     read_bytes: int
 
@@ -92,9 +100,9 @@ class _Clock(BaseStreamer):
 
 
 @contextmanager
-def _timed_steps(model: PreTrainedModel) -> Iterator[Callable[[], list[float]]]:
-    """Put events around each single-token forward; what they say, in ms."""
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+def _timed_steps(model: PreTrainedModel, device: DeviceClock) -> Iterator[Callable[[], list[float]]]:
+    """Put marks around each single-token forward; what is between them, in ms."""
+    marks: list[tuple[Any, Any]] = []
     inner, own = model.forward, vars(model).get("forward")
 
     @functools.wraps(inner)
@@ -102,16 +110,14 @@ def _timed_steps(model: PreTrainedModel) -> Iterator[Callable[[], list[float]]]:
         ids = kwargs.get("input_ids")
         if ids is None or ids.shape[-1] > 1:
             return inner(*args, **kwargs)
-        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        pair[0].record()
+        first = device.mark()
         output = inner(*args, **kwargs)
-        pair[1].record()
-        events.append(pair)
+        marks.append((first, device.mark()))
         return output
 
     vars(model)["forward"] = forward
     try:
-        yield lambda: [first.elapsed_time(last) for first, last in events[_WARM_UP:]]
+        yield lambda: [device.ms_between(first, last) for first, last in marks[_WARM_UP:]]
     finally:
         del vars(model)["forward"]
         if own is not None:
@@ -129,15 +135,14 @@ def measure(
     """Run ``generate`` once.
 
     Args:
-        model: on a CUDA device.
+        model: whole, or this rank's share of it.
         ids: ``[B, T]`` prompt.
         tokens: to generate.
         options: of ``generate``.
         cache: empty, to be filled with random keys and values of all tokens but the last; None computes the prompt.
     """
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    device = DeviceClock(ids.device)
+    device.clear()
     if cache is not None:
         _fill(model, cache, ids[:, 1:])
         options = {**options, CACHE_KW: cache}
@@ -145,24 +150,24 @@ def measure(
     lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
     settings = {**lengths, "do_sample": False, "return_dict_in_generate": True, **options}
     compiled = options.get("cache_implementation") == "static"  # and so are functions of ours, which they are not for
-    with torch.no_grad(), _untimed() if compiled else _timed_steps(model) as steps:
+    with torch.no_grad(), _untimed() if compiled else _timed_steps(model, device) as steps:
         generate: Any = model.generate
         made = generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **settings)
-        torch.cuda.synchronize()
+        device.wait()
         steps_ms = steps()
     spans = [1e3 * (after - before) for before, after in zip(clock.times, clock.times[1:], strict=False)]
-    peak = torch.cuda.max_memory_allocated()
     first_ms = spans[0] if cache is None else None
     used = cache_of(made)
     held = _bytes(used)
-    return Measured(spans[1 + _WARM_UP :], steps_ms, first_ms, peak, held, held - _spare_bytes(used))
+    return Measured(spans[1 + _WARM_UP :], steps_ms, first_ms, device.peak_bytes(), held, held - _spare_bytes(used))
 
 
 def _fill(model: PreTrainedModel, cache: Cache, like: Tensor) -> None:
-    """Random numbers for all that layers cache of ``like``'s tokens, packed without measuring."""
+    """Random numbers for all that this rank caches of ``like``'s tokens, packed without measuring."""
     widths = cached_widths(model)
     rows, tokens = like.shape
-    generator = torch.Generator(like.device).manual_seed(0)
+    shared = any(head_ranks(module) is not None for module in model.modules())  # latents are alike on all ranks
+    generator = torch.Generator(like.device).manual_seed(rank() if shared else 0)
     for index, sides in enumerate(widths):
         keys, values = (
             torch.randn(rows, heads, tokens, width, dtype=model.dtype, device=like.device, generator=generator)
@@ -190,25 +195,18 @@ def _spare_bytes(cache: Any) -> int:
     )
 
 
-def copy_rate(device: torch.device) -> float:
-    """Bytes/s that the device copies, reads and writes counted."""
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    seconds: list[float] = []
-    for _ in range(8):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3)
-    return 2 * _COPY_BYTES / min(seconds)
+def roofline_ms(shape: Shape, batch: int, cache_bytes: int, rate: float, gpus: int = 1) -> float:
+    """The time in which a GPU copies what it must read in a step.
 
-
-def roofline_ms(shape: Shape, batch: int, cache_bytes: int, rate: float) -> float:
-    """The time in which what a step must read is copied."""
+    Args:
+        shape: of the model.
+        batch: rows.
+        cache_bytes: of its own cache.
+        rate: bytes/s that it copies.
+        gpus: that share the weights evenly.
+    """
     weights = shape.dense_bytes + shape.moe_layers * shape.distinct_experts(batch) * shape.expert_bytes
-    return float(1e3 * (weights + cache_bytes) / rate)
+    return float(1e3 * (weights / gpus + cache_bytes) / rate)
 
 
 def _run(
@@ -236,14 +234,14 @@ def _run(
 class _Rows:
     """Rows in a file that is written after each of them."""
 
-    _CELL = ("model", "weights", "context", "batch", "system", "policy")
-    _FIRST = "uniform:vq2"  # the policy of rows from before they said so
+    _CELL = ("model", "weights", "context", "batch", "system", "policy", "gpus", "layers")
+    _FIRST = MappingProxyType({"policy": "uniform:vq2", "gpus": 1})  # of rows from before they said so
 
     def __init__(self, path: Path | None, conditions: dict[str, Any]) -> None:
         self.path, self.conditions = path, conditions
         known = path is not None and path.is_file()
         held = json.loads(path.read_text(encoding="utf-8"))["rows"] if path and known else []
-        self.rows: list[dict[str, Any]] = [{"policy": self._FIRST, **row} for row in held]
+        self.rows: list[dict[str, Any]] = [{**self._FIRST, **row} for row in held]
 
     def add(self, row: dict[str, Any]) -> None:
         """Put a row in the place of an older one."""
@@ -253,7 +251,7 @@ class _Rows:
             self.path.write_text(text + "\n", encoding="utf-8")
 
 
-def _row(measured: Measured, limit_ms: float, commit: str, **cell: Any) -> dict[str, Any]:
+def _row(measured: Measured, limit_ms: float, device: str, commit: str, **cell: Any) -> dict[str, Any]:
     median = statistics.median(measured.tokens_ms)
     return {
         **cell,
@@ -262,10 +260,10 @@ def _row(measured: Measured, limit_ms: float, commit: str, **cell: Any) -> dict[
         "ms_step": statistics.median(measured.steps_ms) if measured.steps_ms else None,
         "share_of_roofline": limit_ms / median,
         "first_ms": measured.first_ms,
-        "peak_gb": measured.peak_bytes / 1e9,
+        "peak_gb": None if measured.peak_bytes is None else measured.peak_bytes / 1e9,
         "cache_gb": measured.cache_bytes / 1e9,
         "tokens": len(measured.tokens_ms),
-        "device": torch.cuda.get_device_name(),
+        "device": device,
         "commit": commit,
     }
 
@@ -285,58 +283,111 @@ def bench_latency(
     commit: Annotated[str, typer.Option(envvar="BENCH_COMMIT", help="What was measured.")] = "",
     json_file: JsonFile = None,
 ) -> None:
-    """Time generate(): stock, and with each of our parts added (needs a CUDA device).
+    """Time generate(): stock, and with each of our parts added (needs a CUDA device, but for the shape toy).
 
     Example: hf-subbyte-moe bench latency --model Qwen3-30B-A3B --context 65536 --fill --json latency.json
     """
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("bench latency needs a CUDA device")
-    ours = list(_OURS) if weights != _BF16 else list(SYSTEMS)
-    systems = system or ours
-    for given, known in ((model or [], list(SHAPES)), (systems, ours), ([weights], list(_WEIGHT_BITS))):
-        for name in given:
-            if name not in known:
-                raise typer.BadParameter(f"{name!r} is not one of {known}")
+    models = model or ["Qwen3-30B-A3B"]
+    asked = _Asked(_checked(models, layers, system, weights), tokens, policy, weights, fill)
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every length of a growing cache
-    device, console = torch.device("cuda"), Console()
-    rate = copy_rate(device)
-    torch.cuda.empty_cache()
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    conditions = {**versions, "package": hf_subbyte_moe.__version__, "copy_bytes_a_second": rate}
-    rows = _Rows(json_file, conditions)
-    for name in model or ["Qwen3-30B-A3B"]:
-        loaded = _make(name, weights, layers, device)
-        shape = shape_of(SHAPES[name](**({} if layers is None else {"num_hidden_layers": layers})), name)
-        shape = replace(shape, expert_bytes=shape.expert_bytes * _WEIGHT_BITS[weights] / _WEIGHT_BITS[_BF16])
-        for size, length in itertools.product(batch or [1], context or [1024]):
-            generator = torch.Generator().manual_seed(length)
-            ids = torch.randint(5, loaded.config.vocab_size, (size, length), generator=generator).to(device)
-            for which in systems:
-                where = {"model": name, "weights": weights, "context": length, "batch": size}
-                cell = {**where, "system": which, "policy": policy}
-                try:
-                    measured = _run(loaded, which, ids, tokens, {"policy": policy}, weights, fill)
-                except torch.cuda.OutOfMemoryError as problem:
-                    console.print(f"{cell}: {str(problem).splitlines()[0]}")
-                    continue
-                limit = roofline_ms(shape, size, measured.read_bytes, rate)
-                rows.add(_row(measured, limit, commit, **cell, layers=len(shape.layers)))
-                console.print(f"{cell} {rows.rows[-1]['ms_generate']:.2f} ms")
-        del loaded
-        gc.collect()
-        torch.cuda.empty_cache()
-    console.print(_table(rows.rows))
+    device, console = DeviceClock(rank_device()), Console()
+    with grouped(device.device):
+        rate = device.copy_rate()
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        conditions = {**versions, "package": hf_subbyte_moe.__version__, "copy_bytes_a_second": rate}
+        rows = _Rows(json_file if rank() == 0 else None, conditions)
+        for name in models:
+            device.clear()
+            loaded = _make(name, weights, layers, device.device)
+            shape = shape_of(config_of(name, layers), name)
+            shape = replace(shape, expert_bytes=shape.expert_bytes * _WEIGHT_BITS[weights] / _WEIGHT_BITS[_BF16])
+            for size, length in itertools.product(batch or [1], context or [1024]):
+                for cell, measured in _time(loaded, name, size, length, asked, console):
+                    limit = roofline_ms(shape, size, measured.read_bytes, rate, ranks())
+                    rows.add(_row(measured, limit, device.name, commit, **cell, layers=len(shape.layers)))
+                    console.print(f"{cell} {rows.rows[-1]['ms_generate']:.2f} ms")
+            del loaded
+        console.print(_table(rows.rows))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Of every model, batch and context."""
+
+    systems: list[str]
+    tokens: int
+    policy: str
+    weights: str
+    fill: bool
+
+
+def _time(
+    model: PreTrainedModel, name: str, batch: int, context: int, asked: _Asked, console: Console
+) -> Iterator[tuple[dict[str, Any], Measured]]:
+    """What each system takes of the same prompt; one that does not fit on one GPU is left out."""
+    generator = torch.Generator().manual_seed(context)
+    ids = torch.randint(5, model.config.vocab_size, (batch, context), generator=generator).to(model.device)
+    for system in asked.systems:
+        where = {"model": name, "weights": asked.weights, "context": context, "batch": batch}
+        cell = {**where, "system": system, "policy": asked.policy, "gpus": ranks()}
+        try:
+            yield cell, _run(model, system, ids, asked.tokens, {"policy": asked.policy}, asked.weights, asked.fill)
+        except torch.cuda.OutOfMemoryError as problem:
+            if ranks() > 1:  # others may have room, and would wait for this one
+                raise
+            console.print(f"{cell}: {str(problem).splitlines()[0]}")
+
+
+def _checked(models: list[str], layers: int | None, systems: list[str] | None, weights: str) -> list[str]:
+    """The systems that run, in this order.
+
+    Raises:
+        ValueError: what cannot run on these ranks or this device.
+        BadParameter: an unknown name, or real shapes without a CUDA device.
+    """
+    known = list(_OURS) if weights != _BF16 else list(SYSTEMS)
+    for given, possible in ((models, list(SHAPES)), (systems or [], known), ([weights], list(_WEIGHT_BITS))):
+        for name in given:
+            if name not in possible:
+                raise typer.BadParameter(f"{name!r} is not one of {possible}")
+    if not torch.cuda.is_available() and set(models) != {_ON_CPU}:
+        raise typer.BadParameter(f"bench latency needs a CUDA device for real shapes; {_ON_CPU!r} runs on a CPU")
+    if weights != _BF16 and ranks() > 1:
+        raise ValueError(f"--weights {weights} is not possible on several ranks, which share {_BF16} experts alone")
+    for name in models:
+        heads = config_of(name, layers).num_key_value_heads
+        if heads % ranks():
+            raise ValueError(f"--model {name} is not possible on {ranks()} ranks: it has {heads} KV heads")
+    for name in systems or []:
+        reason = _obstacle(name)
+        if reason is not None:
+            raise ValueError(f"--system {name!r} is not possible here: {reason}")
+    return systems or [name for name in known if _obstacle(name) is None]
+
+
+def _obstacle(system: str) -> str | None:
+    """Why a system cannot run on these ranks or this device."""
+    if "decode" in _OURS.get(system, {}):
+        if ranks() > 1:
+            return "the steps of a model whose parts lie on several ranks are not captured"
+        if not torch.cuda.is_available():
+            return "steps are captured on a CUDA device alone"
+    if system == STATIC and not torch.cuda.is_available():
+        return "Transformers compiles steps on a CUDA device alone"
+    return None
 
 
 def _make(name: str, weights: str, layers: int | None, device: torch.device) -> PreTrainedModel:
     if weights == _BF16:
-        return random_model(name, layers, device)
+        parallel = DistributedConfig(tp_plan="auto") if ranks() > 1 else None
+        return random_model_of(config_of(name, layers), device, parallel)
     return random_packed_model(name, weights, layers, device)
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     header = (
         "model",
+        "GPUs",
         "batch",
         "context",
         "system",
@@ -347,11 +398,12 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         "first, ms",
         "GB",
     )
-    table = Table(*header)
+    table = Table(*header, title=", ".join(sorted({row["device"] for row in rows})))
     for row in rows:
-        cell = (str(row[key]) for key in ("model", "batch", "context", "system"))
+        cell = (str(row[key]) for key in ("model", "gpus", "batch", "context", "system"))
         numbers = (f"{row[key]:.2f}" for key in ("ms_generate", "ms_mean"))
         step = "-" if row["ms_step"] is None else f"{row['ms_step']:.2f}"
         first = "-" if row["first_ms"] is None else f"{row['first_ms']:.0f}"
-        table.add_row(*cell, *numbers, step, f"{row['share_of_roofline']:.0%}", first, f"{row['peak_gb']:.1f}")
+        peak = "-" if row["peak_gb"] is None else f"{row['peak_gb']:.1f}"
+        table.add_row(*cell, *numbers, step, f"{row['share_of_roofline']:.0%}", first, peak)
     return table

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.cli import app
-from hf_subbyte_moe.cli.bench_latency import STATIC, SYSTEMS, _bytes, _fill, _Rows, _spare_bytes, roofline_ms
+from hf_subbyte_moe.cli.bench_latency import STATIC, STOCK, SYSTEMS, _bytes, _fill, _Rows, _spare_bytes, roofline_ms
 from hf_subbyte_moe.cli.offload_timing import Decoder
 from hf_subbyte_moe.cli.shapes import SHAPES, cached_widths
 from hf_subbyte_moe.compat import CACHE_KW
@@ -22,10 +22,47 @@ from subbyte_kernels.formats import page_tiers
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_it_needs_a_gpu() -> None:
-    result = CliRunner().invoke(app, ["bench", "latency", "--model", "toy"])
+def test_real_shapes_need_a_gpu() -> None:
+    result = CliRunner().invoke(app, ["bench", "latency", "--model", "toy", "--model", "Mixtral-8x7B"])
     assert result.exit_code == 2
     assert "needs a CUDA device" in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_on_a_cpu_the_toy_runs_what_needs_no_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    command = ["bench", "latency", "--model", "toy", "--layers", "2", "--context", "64", "--fill", "--tokens", "16"]
+    result = CliRunner().invoke(app, [*command, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["system"] for row in rows] == [STOCK, "cache", "+ attention", "+ experts", "+ router"]
+    for row in rows:
+        assert (row["device"], row["gpus"], row["layers"], row["peak_gb"]) == ("CPU", 1, 2, None)
+        assert row["ms_step"] > 0
+        assert 0 < row["share_of_roofline"] < 1
+    for name in (STATIC, "+ graph", "+ fused kernels"):
+        refused = CliRunner().invoke(app, [*command, "--system", name])
+        assert isinstance(refused.exception, ValueError)
+        assert "is not possible here" in str(refused.exception)
+        assert "on a CUDA device alone" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--system", "+ graph"], "--system '+ graph' is not possible here: the steps of a model whose parts"),
+        (["--system", "cache", "--system", "+ fused kernels"], "--system '+ fused kernels' is not possible here"),
+        (["--weights", "int4"], "--weights int4 is not possible on several ranks"),
+        (["--model", "Mixtral-8x7B"], "--model toy is not possible on 3 ranks: it has 2 KV heads"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a process group is waited for."""
+    monkeypatch.setenv("WORLD_SIZE", "3" if "--model" in words else "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    refused = CliRunner().invoke(app, ["bench", "latency", "--model", "toy", *words])
+    assert isinstance(refused.exception, ValueError)
+    assert message in str(refused.exception)
 
 
 def test_a_step_reads_active_weights_and_the_cache() -> None:
@@ -35,28 +72,33 @@ def test_a_step_reads_active_weights_and_the_cache() -> None:
     dense = layers * (attention + 8 * 64 * 2 + 2 * 64 * 2) + (64 + 128 * 64) * 2
     assert roofline_ms(shape, 1, 1000, 1e9) == pytest.approx((dense + layers * 2 * expert + 1000) / 1e6)
     both = 8 * (1 - (6 / 8) ** 2)  # experts that two tokens are expected to choose
+    assert roofline_ms(shape, 1, 1000, 1e9, gpus=4) == pytest.approx(((dense + layers * 2 * expert) / 4 + 1000) / 1e6)
     assert roofline_ms(shape, 2, 0, 1e9) == pytest.approx((dense + layers * both * expert) / 1e6)
 
 
 def test_a_row_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    cell: dict[str, Any] = {"model": "toy", "weights": "bf16", "context": 8, "batch": 1}
+    cell: dict[str, Any] = {"model": "toy", "layers": 4, "weights": "bf16", "context": 8, "batch": 1, "gpus": 1}
     for system, policy, ms in (("a", "error", 1.0), ("b", "error", 2.0), ("a", "uniform", 4.0), ("a", "error", 3.0)):
         _Rows(file, {"torch": "x"}).add({**cell, "system": system, "policy": policy, "ms_generate": ms})
     kept = json.loads(file.read_text())
     assert kept["conditions"] == {"torch": "x"}
     found = [(row["system"], row["policy"], row["ms_generate"]) for row in kept["rows"]]
     assert found == [("b", "error", 2.0), ("a", "uniform", 4.0), ("a", "error", 3.0)]
+    first = {**cell, "system": "b", "policy": "error"}
+    for other in ({"gpus": 2}, {"layers": 2}):
+        _Rows(file, {}).add({**first, **other})
+    assert len(json.loads(file.read_text())["rows"]) == 5
 
 
-def test_rows_from_before_they_named_a_policy_have_the_one_that_they_were_measured_with(tmp_path: Path) -> None:
+def test_rows_from_before_they_named_a_policy_and_gpus_have_what_they_were_measured_with(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    cell: dict[str, Any] = {"model": "toy", "weights": "bf16", "context": 8, "batch": 1, "system": "a"}
+    cell: dict[str, Any] = {"model": "toy", "layers": 4, "weights": "bf16", "context": 8, "batch": 1, "system": "a"}
     file.write_text(json.dumps({"rows": [{**cell, "ms_generate": 1.0}]}))
     rows = _Rows(file, {})
-    rows.add({**cell, "policy": "error", "ms_generate": 2.0})
-    assert [row["policy"] for row in rows.rows] == ["uniform:vq2", "error"]
-    rows.add({**cell, "policy": "uniform:vq2", "ms_generate": 3.0})
+    rows.add({**cell, "policy": "error", "gpus": 1, "ms_generate": 2.0})
+    assert [(row["policy"], row["gpus"]) for row in rows.rows] == [("uniform:vq2", 1), ("error", 1)]
+    rows.add({**cell, "policy": "uniform:vq2", "gpus": 1, "ms_generate": 3.0})
     assert [row["ms_generate"] for row in rows.rows] == [2.0, 3.0]
 
 

@@ -83,6 +83,36 @@ def test_experts_lie_where_their_clusters_do(shared: tuple[int, dict[str, Any]])
     assert found["clustered"]["bytes"] != found["by index"]["bytes"]
 
 
+BENCH = ("-m", "hf_subbyte_moe.cli", "bench", "latency", "--model", "toy", "--layers", "2", "--tokens", "16")
+
+
+def test_ranks_time_one_model_and_one_tells(tmp_path: Path) -> None:
+    """Rows are of both ranks, caches of one rank's heads; the table is printed once."""
+    file = tmp_path / "rows.json"
+    systems = ("stock default", "cache", "+ router")
+    names = [word for name in systems for word in ("--system", name)]
+    done = launched(2, *BENCH, "--context", "64", "--fill", *names, "--json", str(file))
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert [(row["system"], row["gpus"], row["layers"], row["device"]) for row in rows] == [
+        (name, 2, 2, "CPU") for name in systems
+    ]
+    plain = 2 * 2 * (64 + 15) * 16 * 2  # layers, sides, tokens, one head of two, bytes
+    assert rows[0]["cache_gb"] == pytest.approx(plain / 1e9)
+    for row in rows:
+        assert all(0 < row[key] < float("inf") for key in ("ms_generate", "ms_mean", "ms_step"))
+        assert 0 < row["share_of_roofline"] < 1
+    assert done.stdout.count("GPUs") == 1  # the table's header
+    assert " ".join(done.stdout.split()).count("'gpus': 2") == len(systems)
+
+
+def test_a_system_that_ranks_cannot_share_ends_all_with_the_reason() -> None:
+    done = launched(2, *BENCH, "--system", "+ graph")
+    assert done.returncode != 0
+    assert "--system '+ graph' is not possible here: the steps of a model" in done.stderr
+    assert "ms a token" not in done.stdout
+
+
 def test_one_rank_speaks_and_a_failing_one_ends_all_with_its_message(tmp_path: Path) -> None:
     """Rank 1 fails while rank 0 waits for it; rank 1's other output is not shown."""
     script = tmp_path / "script.py"
