@@ -872,9 +872,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
     // the shuffle tells the compiler that all lanes of a warp agree
     const int index = __shfl_sync(FULL, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
     if (shared_address(shared) != SHARED_BASE) __trap();
-    // the previous kernel of the stream may still be at its end when this one starts
+    // the previous kernel of the stream may still be at its end when this one starts, and the next one may ask for its
+    // weights where this one leaves room
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
 #endif
 
     // a grid of (splits, heads, rows) cuts all rows alike; where tiles cost differently, the host has made a list
