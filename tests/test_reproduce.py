@@ -1,5 +1,6 @@
 """Every result file has a command that makes it, and the runner of these commands says what it did not run."""
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -60,7 +61,9 @@ def test_every_result_file_has_its_command_and_every_command_exists(reproduce: A
         program, script = step.command[:2]
         if program == "torchrun":
             script = step.command[3]
-        if program in ("python", "torchrun"):
+        if script == "-m":
+            assert importlib.util.find_spec(step.command[4])
+        elif program in ("python", "torchrun"):
             assert (ROOT / script).exists()
         else:
             assert program == "hf-subbyte-moe"

@@ -10,13 +10,10 @@ share. A row then is the first rank's, and its roofline is one GPU's: its part o
 without what GPUs send each other. The toy shape runs on a CPU too, to try a command; its times say nothing of a GPU.
 """
 
-import functools
 import itertools
 import json
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -29,17 +26,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.generation.streamers import BaseStreamer
 
 import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.cli.clock import DeviceClock
+from hf_subbyte_moe.cli.generate_timing import Measured, measure
 from hf_subbyte_moe.cli.outputs import JsonFile
-from hf_subbyte_moe.cli.shapes import SHAPES, cached_widths, config_of, random_model_of, random_packed_model
-from hf_subbyte_moe.compat import CACHE_KW, cache_of
-from hf_subbyte_moe.distributed.heads import head_ranks
+from hf_subbyte_moe.cli.shapes import SHAPES, config_of, random_model_of, random_packed_model
 from hf_subbyte_moe.distributed.launch import grouped, rank, rank_device, ranks
 from hf_subbyte_moe.roofline import Shape, shape_of
 
@@ -56,143 +51,10 @@ _OURS: dict[str, dict[str, Any]] = {
     "+ fused kernels": {"kv_cache": {}, **_ROUTERS, "decode": {"cuda_graph": True}},
 }
 SYSTEMS = (STOCK, STATIC, *_OURS)
-_WARM_UP = 6  # tokens that are not counted: kernels are built and steps captured
 _SLOW_TOKENS = 24  # of systems whose every token takes long
 _ON_CPU = "toy"  # the shape that needs no GPU
 _BF16 = "bf16"
 _WEIGHT_BITS = {_BF16: 16.0, "int4": 4.5, "int4-g64": 4.25, "fp8": 8.125}  # of an expert's weights, scales included
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One run of ``generate``; bytes are this process's.
-
-    Attributes:
-        tokens_ms: spans between tokens, behind the first few.
-        steps_ms: of the model's forward on the device, likewise; empty where it cannot be timed alone.
-        first_ms: until the first token is there; None where the prompt was not computed.
-        peak_bytes: allocated at most; None on a CPU.
-        cache_bytes: of keys and values at the end.
-        read_bytes: of these, what a step reads: room for more is not read.
-    """
-
-    tokens_ms: list[float]
-    steps_ms: list[float]
-    first_ms: float | None
-    peak_bytes: int | None
-    cache_bytes: int
-    read_bytes: int
-
-
-class _Clock(BaseStreamer):
-    """Notes when each token comes out; ``generate`` brings it to the host before."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        """A token, or the prompt, is there."""
-        del value
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Nothing more comes."""
-
-
-@contextmanager
-def _timed_steps(model: PreTrainedModel, device: DeviceClock) -> Iterator[Callable[[], list[float]]]:
-    """Put marks around each single-token forward; what is between them, in ms."""
-    marks: list[tuple[Any, Any]] = []
-    inner, own = model.forward, vars(model).get("forward")
-
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        ids = kwargs.get("input_ids")
-        if ids is None or ids.shape[-1] > 1:
-            return inner(*args, **kwargs)
-        first = device.mark()
-        output = inner(*args, **kwargs)
-        marks.append((first, device.mark()))
-        return output
-
-    vars(model)["forward"] = forward
-    try:
-        yield lambda: [device.ms_between(first, last) for first, last in marks[_WARM_UP:]]
-    finally:
-        del vars(model)["forward"]
-        if own is not None:
-            vars(model)["forward"] = own
-
-
-@contextmanager
-def _untimed() -> Iterator[Callable[[], list[float]]]:
-    yield list
-
-
-def measure(
-    model: PreTrainedModel, ids: Tensor, tokens: int, options: dict[str, Any], cache: Cache | None = None
-) -> Measured:
-    """Run ``generate`` once.
-
-    Args:
-        model: whole, or this rank's share of it.
-        ids: ``[B, T]`` prompt.
-        tokens: to generate.
-        options: of ``generate``.
-        cache: empty, to be filled with random keys and values of all tokens but the last; None computes the prompt.
-    """
-    device = DeviceClock(ids.device)
-    device.clear()
-    if cache is not None:
-        _fill(model, cache, ids[:, 1:])
-        options = {**options, CACHE_KW: cache}
-    clock = _Clock()
-    lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
-    settings = {**lengths, "do_sample": False, "return_dict_in_generate": True, **options}
-    compiled = options.get("cache_implementation") == "static"  # and so are functions of ours, which they are not for
-    with torch.no_grad(), _untimed() if compiled else _timed_steps(model, device) as steps:
-        generate: Any = model.generate
-        made = generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **settings)
-        device.wait()
-        steps_ms = steps()
-    spans = [1e3 * (after - before) for before, after in zip(clock.times, clock.times[1:], strict=False)]
-    first_ms = spans[0] if cache is None else None
-    used = cache_of(made)
-    held = _bytes(used)
-    return Measured(spans[1 + _WARM_UP :], steps_ms, first_ms, device.peak_bytes(), held, held - _spare_bytes(used))
-
-
-def _fill(model: PreTrainedModel, cache: Cache, like: Tensor) -> None:
-    """Random numbers for all that this rank caches of ``like``'s tokens, packed without measuring."""
-    widths = cached_widths(model)
-    rows, tokens = like.shape
-    shared = any(head_ranks(module) is not None for module in model.modules())  # latents are alike on all ranks
-    generator = torch.Generator(like.device).manual_seed(rank() if shared else 0)
-    for index, sides in enumerate(widths):
-        keys, values = (
-            torch.randn(rows, heads, tokens, width, dtype=model.dtype, device=like.device, generator=generator)
-            for heads, width in sides
-        )
-        cache.update(keys, values, index)
-        if isinstance(cache, EntropySubbyteCache):
-            cache.packed_layers[index].settle(None)
-
-
-def _bytes(cache: Any) -> int:
-    if hasattr(cache, "allocated_bytes"):
-        return int(cache.allocated_bytes())
-    return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
-
-
-def _spare_bytes(cache: Any) -> int:
-    """Of our cache, bytes of pools that hold nothing yet."""
-    if not isinstance(cache, EntropySubbyteCache):
-        return 0
-    stores = [layer.rows.store for layer in cache.packed_layers.values()]
-    return sum(
-        store.nbytes() - sum(tensor.nbytes for name, tensor in store.state().items() if name != "counts")
-        for store in stores
-    )
 
 
 def roofline_ms(shape: Shape, batch: int, cache_bytes: int, rate: float, gpus: int = 1) -> float:

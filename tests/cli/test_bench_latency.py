@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.cli import app
-from hf_subbyte_moe.cli.bench_latency import STATIC, STOCK, SYSTEMS, _bytes, _fill, _Rows, _spare_bytes, roofline_ms
+from hf_subbyte_moe.cli.bench_latency import STATIC, STOCK, SYSTEMS, _Rows, roofline_ms
+from hf_subbyte_moe.cli.generate_timing import cache_bytes, fill, spare_bytes
 from hf_subbyte_moe.cli.offload_timing import Decoder
 from hf_subbyte_moe.cli.shapes import SHAPES, cached_widths
 from hf_subbyte_moe.compat import CACHE_KW
@@ -141,15 +142,15 @@ def test_a_cache_is_filled_with_what_the_model_itself_would_cache(make: Any, sid
     assert cached_widths(model) == [sides] * model.config.num_hidden_layers
     ids = torch.ones(2, 700, dtype=torch.int64)
     plain = DynamicCache(config=model.config)
-    _fill(model, plain, ids[:, 1:])
+    fill(model, plain, ids[:, 1:])
     random = torch.Generator().manual_seed(0)
     for layer in plain.layers:
         for states, (heads, width) in zip((layer.keys, layer.values), sides, strict=True):
             expected = torch.randn(2, heads, 699, width, dtype=model.dtype, generator=random)
             assert torch.equal(states, expected)
     size = model.config.num_hidden_layers * 2 * 699 * 2 * sum(heads * width for heads, width in sides)
-    assert _bytes(plain) == size
-    assert _spare_bytes(plain) == 0
+    assert cache_bytes(plain) == size
+    assert spare_bytes(plain) == 0
 
     options: dict[str, Any] = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
     mask = torch.ones_like(ids)
@@ -157,7 +158,7 @@ def test_a_cache_is_filled_with_what_the_model_itself_would_cache(make: Any, sid
     assert generate(ids, attention_mask=mask, **{CACHE_KW: plain}, **options).shape == (2, 703)
     hf_subbyte_moe.apply(model, {"kv_cache": {"policy": "uniform:vq2"}})
     packed = EntropySubbyteCache(model.config, policy="uniform:vq2")
-    _fill(model, packed, ids[:, 1:])
+    fill(model, packed, ids[:, 1:])
     assert packed.get_seq_length() == 699
     assert generate(ids, attention_mask=mask, **{CACHE_KW: packed}, **options).shape == (2, 703)
     assert packed.get_seq_length() == 702
@@ -173,13 +174,13 @@ def test_room_for_more_tiles_is_not_read() -> None:
     model = toy()
     hf_subbyte_moe.apply(model, {"kv_cache": {"policy": "uniform:vq2"}})
     cache = EntropySubbyteCache(model.config, policy="uniform:vq2")
-    _fill(model, cache, torch.ones(1, 700, dtype=torch.int64))
+    fill(model, cache, torch.ones(1, 700, dtype=torch.int64))
     store = cache.packed_layers[0].rows.store
     assert sum(store.tile_counts().values()) == 2 * 2 * 4  # sides, heads, tiles
-    held, spare = cache.allocated_bytes(), _spare_bytes(cache)
+    held, spare = cache.allocated_bytes(), spare_bytes(cache)
     store.make_room(0, page_tiers(store.pages(0)[0, :, 0]).numpy(), 50)
     assert cache.allocated_bytes() > held
-    assert cache.allocated_bytes() - held == _spare_bytes(cache) - spare
+    assert cache.allocated_bytes() - held == spare_bytes(cache) - spare
 
 
 @pytest.mark.gpu
