@@ -12,7 +12,7 @@ Row = dict[str, Any]
 Cell = tuple[str, str, int, int, int, int]
 _STOCK = ("stock default", "stock static compiled")
 _COLUMNS = 4  # of panels in the plot
-_ORDER = (*_STOCK, "cache", "+ attention", "+ experts", "+ router", "+ graph", "+ fused kernels")
+_ORDER = (*_STOCK, "cache", "+ attention", "+ experts", "+ router", "+ graph", "+ fused kernels", "+ int4 projections")
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ ROUTING_MODES = ("native", "soft", "hard")
 CLUSTER_SCORES = ("top2", "max")
 MODEL_WEIGHTS = "model"
 EXPERT_WEIGHTS = (MODEL_WEIGHTS, "int4", "int4-g64", "fp8")
+PROJECTIONS = (MODEL_WEIGHTS, "int4")
 PLACEMENTS = ("gpu", "offload", "disk")
 OFF = "off"
 PREDICTORS = ("previous", "gate", "head")
@@ -320,18 +321,26 @@ class DecodeConfig(_Section):
             is an error) or ``False``.
         fused: such steps go through fused kernels where the model's family has them; ``False`` keeps to its modules,
             whose sums are those of a step without a graph.
+        projections: what fused steps read of attention's projections: ``"model"`` (the model's own weights) or
+            ``"int4"``, copies with a scale for each 32 values, made when a first step needs them. The model keeps its
+            weights, and prompts are computed from them.
     """
 
     section: ClassVar[str] = "decode"
 
     cuda_graph: bool | str = AUTO
     fused: bool = True
+    projections: str = MODEL_WEIGHTS
 
     def __post_init__(self) -> None:
         if not isinstance(self.cuda_graph, bool) and self.cuda_graph != AUTO:
             raise _fail("cuda_graph", self.cuda_graph, f"{AUTO!r}, true or false")
         if not isinstance(self.fused, bool):
             raise _fail("fused", self.fused, "true or false")
+        if self.projections not in PROJECTIONS:
+            raise _fail("projections", self.projections, f"one of {list(PROJECTIONS)}")
+        if self.projections != MODEL_WEIGHTS and not self.fused:
+            raise _fail("projections", self.projections, f"{MODEL_WEIGHTS!r} where fused is false")
 
 
 _SECTIONS: dict[str, type[Any]] = {

@@ -40,6 +40,7 @@ from hf_subbyte_moe.roofline import Shape, shape_of
 
 
 STOCK, STATIC = "stock default", "stock static compiled"
+PACKED = "+ int4 projections"  # beside packed experts alone: it is another model
 _EXPERTS: dict[str, Any] = {"experts": {}}
 _ROUTERS: dict[str, Any] = {**_EXPERTS, "routing": {"mode": "native"}}
 _OURS: dict[str, dict[str, Any]] = {
@@ -49,12 +50,15 @@ _OURS: dict[str, dict[str, Any]] = {
     "+ router": {"kv_cache": {}, **_ROUTERS},
     "+ graph": {"kv_cache": {}, **_ROUTERS, "decode": {"cuda_graph": True, "fused": False}},
     "+ fused kernels": {"kv_cache": {}, **_ROUTERS, "decode": {"cuda_graph": True}},
+    PACKED: {"kv_cache": {}, **_ROUTERS, "decode": {"cuda_graph": True, "projections": "int4"}},
 }
 SYSTEMS = (STOCK, STATIC, *_OURS)
+_INT4_BITS = 4.5
 _SLOW_TOKENS = 24  # of systems whose every token takes long
 _ON_CPU = "toy"  # the shape that needs no GPU
 _BF16 = "bf16"
-_WEIGHT_BITS = {_BF16: 16.0, "int4": 4.5, "int4-g64": 4.25, "fp8": 8.125}  # of an expert's weights, scales included
+# of an expert's weights, scales included
+_WEIGHT_BITS = {_BF16: 16.0, "int4": _INT4_BITS, "int4-g64": 4.25, "fp8": 8.125}
 
 
 def roofline_ms(shape: Shape, batch: int, cache_bytes: int, rate: float, gpus: int = 1) -> float:
@@ -69,6 +73,13 @@ def roofline_ms(shape: Shape, batch: int, cache_bytes: int, rate: float, gpus: i
     """
     weights = shape.dense_bytes + shape.moe_layers * shape.distinct_experts(batch) * shape.expert_bytes
     return float(1e3 * (weights / gpus + cache_bytes) / rate)
+
+
+def _with_packed_projections(shape: Shape) -> Shape:
+    """The same model with int4 in attention's projections: of queries and output, keys and values."""
+    values = sum((layer.query_heads + layer.heads) * sum(layer.widths) for layer in shape.layers)
+    saved = shape.hidden_size * values * (_WEIGHT_BITS[_BF16] - _INT4_BITS) / 8
+    return replace(shape, dense_bytes=shape.dense_bytes - saved)
 
 
 def _run(
@@ -165,7 +176,8 @@ def bench_latency(
             shape = replace(shape, expert_bytes=shape.expert_bytes * _WEIGHT_BITS[weights] / _WEIGHT_BITS[_BF16])
             for size, length in itertools.product(batch or [1], context or [1024]):
                 for cell, measured in _time(loaded, name, size, length, asked, console):
-                    limit = roofline_ms(shape, size, measured.read_bytes, rate, ranks())
+                    read = _with_packed_projections(shape) if cell["system"] == PACKED else shape
+                    limit = roofline_ms(read, size, measured.read_bytes, rate, ranks())
                     rows.add(_row(measured, limit, device.name, commit, **cell, layers=len(shape.layers)))
                     console.print(f"{cell} {rows.rows[-1]['ms_generate']:.2f} ms")
             del loaded
@@ -207,7 +219,7 @@ def _checked(models: list[str], layers: int | None, systems: list[str] | None, w
         ValueError: what cannot run on these ranks or this device.
         BadParameter: an unknown name, or real shapes without a CUDA device.
     """
-    known = list(_OURS) if weights != _BF16 else list(SYSTEMS)
+    known = list(_OURS) if weights != _BF16 else [name for name in SYSTEMS if name != PACKED]
     for given, possible in ((models, list(SHAPES)), (systems or [], known), ([weights], list(_WEIGHT_BITS))):
         for name in given:
             if name not in possible:

@@ -3,14 +3,15 @@
 It computes what the model's own modules compute, from their weights, in nine launches a layer where they take about
 sixty: norm | queries, keys and values | norms of heads, rotary and storing | attention | output projection | residual
 and norm | router | experts (2, with the residual). Routers that were steered, experts that are not plain tensors and
-other feed-forward layers are called as modules.
+other feed-forward layers are called as modules. Attention's projections can be read as int4 copies.
 
 Gives up: batches of more than 16 rows, which go through the modules; and sums are taken in another order than in the
 model's own kernels, so logits differ in their last bits.
 """
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,18 @@ from transformers.utils.generic import ModelOutput
 
 from hf_subbyte_moe.cache import ATTENTION_NAME, CacheSteps, EntropySubbyteCache, EntropySubbyteLayer
 from hf_subbyte_moe.compat import CACHE_KW
+from hf_subbyte_moe.config import MODEL_WEIGHTS
 from hf_subbyte_moe.experts.fused import fused_activation
 from hf_subbyte_moe.experts.quantized import PACKED, Packing
-from hf_subbyte_moe.ops import MAX_LINEAR_TOKENS, HeadNorms, add_norm, rotary, small_linear
+from hf_subbyte_moe.ops import (
+    MAX_LINEAR_TOKENS,
+    HeadNorms,
+    PackedMatrix,
+    add_norm,
+    packed_linear,
+    rotary,
+    small_linear,
+)
 from hf_subbyte_moe.ops_moe import MAX_EXPERT_TOKENS, MAX_ROUTER_TOKENS, ExpertLayout, expert_mlp, router
 from hf_subbyte_moe.routing import SteeredRouter
 from hf_subbyte_moe.routing.fused import FusedRouter, fused_router, router_matrix
@@ -33,6 +43,8 @@ MAX_STEP_ROWS = min(MAX_LINEAR_TOKENS, MAX_EXPERT_TOKENS, MAX_ROUTER_TOKENS)
 _FAMILIES = ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe")
 _BLOCKS = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
 _found: weakref.WeakKeyDictionary[nn.Module, FusedRouter | None] = weakref.WeakKeyDictionary()
+_Linear = Callable[[Tensor], Tensor]
+_packed: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], PackedMatrix]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -69,12 +81,13 @@ class _Experts:
 class FusedStep:
     """The single-token forward of one model."""
 
-    def __init__(self, model: PreTrainedModel, rows: int) -> None:
+    def __init__(self, model: PreTrainedModel, rows: int, projections: str = MODEL_WEIGHTS) -> None:
         """Read where its weights are.
 
         Args:
             model: of one of the families.
             rows: B.
+            projections: as the option of this name says.
 
         Raises:
             ValueError: it is not built as expected, or there are too many rows; says how.
@@ -95,7 +108,7 @@ class FusedStep:
             raise ValueError("not every channel of a head is turned")
         self._is_moe = hasattr(self._layers[-1].mlp, "gate")
         self._feed_forward = [_feed_forward(layer.mlp) for layer in self._layers]
-        self._projections = [_projections(layer.self_attn) for layer in self._layers]
+        self._projections = [_projections(layer.self_attn, projections) for layer in self._layers]
         for norm in [base.norm, *(part for layer in self._layers for part in _norms(layer))]:
             if not type(norm).__name__.endswith("RMSNorm") or not type(norm).__module__.startswith("transformers."):
                 raise ValueError(f"a norm is a {type(norm).__name__}")
@@ -142,20 +155,20 @@ class FusedStep:
     @staticmethod
     def _attend(
         module: Any,
-        projections: Sequence[Tensor],
+        projections: tuple[_Linear, _Linear],
         steps: CacheSteps,
         packed: EntropySubbyteLayer,
         states: Tensor,
         angles: tuple[Tensor, Tensor],
     ) -> Tensor:
         """``[B, H]``: what attention makes of normalized states."""
-        *inputs, output = projections
+        inputs, output = projections
         norms = None
         if hasattr(module, "q_norm"):
             norms = HeadNorms(module.q_norm.weight, module.k_norm.weight, module.q_norm.variance_epsilon)
-        query = rotary(small_linear(states, inputs), *angles, norms, steps.place(packed))
+        query = rotary(inputs(states), *angles, norms, steps.place(packed))
         attended = steps.attend(packed, query, module.scaling).to(states.dtype)
-        return small_linear(attended.reshape(len(states), -1), [output])
+        return output(attended.reshape(len(states), -1))
 
 
 def _plain_linear(module: Any) -> Tensor:
@@ -166,11 +179,28 @@ def _plain_linear(module: Any) -> Tensor:
     return weight
 
 
-def _projections(attention: Any) -> list[Tensor]:
-    """Weights of queries, keys, values and output."""
+def _projections(attention: Any, weights: str) -> tuple[_Linear, _Linear]:
+    """What makes queries, keys and values of states, and the output."""
     if "forward" in vars(attention):
         raise ValueError("an attention module was changed")
-    return [_plain_linear(getattr(attention, f"{name}_proj")) for name in "qkvo"]
+    *inputs, output = (getattr(attention, f"{name}_proj") for name in "qkvo")
+    if weights == MODEL_WEIGHTS:
+        plain = [[_plain_linear(module) for module in group] for group in (inputs, [output])]
+        first, second = (functools.partial(small_linear, weights=group) for group in plain)
+    else:
+        packed = [[_packed_linear(module) for module in group] for group in (inputs, [output])]
+        first, second = (functools.partial(packed_linear, matrices=group) for group in packed)
+    return first, second
+
+
+def _packed_linear(module: nn.Module) -> PackedMatrix:
+    """A projection's weights in int4, packed once for as long as they stay what they are."""
+    weight = _plain_linear(module)
+    state = weight.data_ptr(), weight._version
+    known = _packed.get(module)
+    if known is None or known[0] != state:
+        known = _packed[module] = state, PackedMatrix.of(weight)
+    return known[1]
 
 
 def _norms(layer: Any) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from transformers.utils.generic import ModelOutput
 
 from hf_subbyte_moe.cache import EntropySubbyteCache, FixedAddressError, count_step, steps_obstacle
 from hf_subbyte_moe.compat import CACHE_KW
-from hf_subbyte_moe.config import DecodeConfig
+from hf_subbyte_moe.config import MODEL_WEIGHTS, DecodeConfig
 from hf_subbyte_moe.decode.fused import FusedStep
 from hf_subbyte_moe.decode.graph import CaptureError, CaptureRoom, GraphedStep
 from hf_subbyte_moe.experts import engine_of
@@ -137,9 +137,10 @@ class StepRunner:
         if not self.options.fused:
             return None
         try:
-            return FusedStep(model, rows)
+            return FusedStep(model, rows, self.options.projections)
         except ValueError as reason:
-            _log.info("decode steps run through the model's own modules: %s", reason)
+            level = logging.INFO if self.options.projections == MODEL_WEIGHTS else logging.WARNING
+            _log.log(level, "decode steps run through the model's own modules: %s", reason)
             return None
 
     def _refuse(self, reason: str) -> None:

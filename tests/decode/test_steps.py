@@ -13,6 +13,7 @@ from hf_subbyte_moe.compat import CACHE_KW, cache_of
 from hf_subbyte_moe.config import DecodeConfig, SubByteConfig
 from hf_subbyte_moe.decode import StepRunner, runner
 from hf_subbyte_moe.decode.graph import CaptureError, GraphedStep
+from subbyte_kernels.small_linear import PackedMatrix
 from support.models import left_padded, prompt, tiny_model
 
 
@@ -109,6 +110,66 @@ def test_rows_go_through_fused_kernels_together(rows: int, fused: bool) -> None:
     assert torch.equal(made.sequences, expected.sequences)
     for left, right in zip(made.logits, expected.logits, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_steps_read_int4_copies_of_projections() -> None:
+    sizes = {"hidden_size": 128, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = tiny_model("mixtral", **sizes)
+    ids, steps = prompt(40), prompt(5, seed=1)
+    made = {}
+    for name in ("int4", "rounded", "model"):
+        decode = {"cuda_graph": True, **({"projections": "int4"} if name == "int4" else {})}
+        hf_subbyte_moe.apply(model, {"kv_cache": {"policy": "uniform:exact"}, "decode": decode})
+        cache = EntropySubbyteCache(model.config, policy="uniform:exact")
+        with torch.no_grad():
+            model(ids, **{CACHE_KW: cache})
+            if name == "rounded":  # what was packed, in the place of the weights, for steps alone
+                kept = {name: value.clone() for name, value in model.state_dict().items()}
+                for layer in model.model.layers:
+                    for side in "qkvo":
+                        weight = getattr(layer.self_attn, f"{side}_proj").weight
+                        weight.copy_(PackedMatrix.of(weight).unpacked())
+            made[name] = torch.cat([model(step, **{CACHE_KW: cache}).logits for step in steps.split(1, 1)], dim=1)
+            if name == "rounded":
+                model.load_state_dict(kept)
+    torch.testing.assert_close(made["int4"], made["rounded"], rtol=1e-4, atol=1e-4)
+    assert (made["int4"] - made["model"]).abs().max() > 0.01
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_copies_follow_weights_that_change() -> None:
+    sizes = {"hidden_size": 128, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = tiny_model("mixtral", **sizes)
+    options = {"kv_cache": {"policy": "uniform:exact"}, "decode": {"cuda_graph": True, "projections": "int4"}}
+    hf_subbyte_moe.apply(model, options)
+    first = generate(model, prompt(40), max_new_tokens=4)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.mul_(-1)
+    second = generate(model, prompt(40), max_new_tokens=4)
+    fresh = hf_subbyte_moe.apply(copy.deepcopy(model), options)
+    assert not torch.equal(first.logits[1], second.logits[1])
+    torch.testing.assert_close(second.logits[1], generate(fresh, prompt(40), max_new_tokens=4).logits[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({"projections": "int3"}, "one of"), ({"fused": False}, "fused is false")]
+)
+def test_projections_are_checked(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        DecodeConfig(**{"projections": "int4", **options})
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_projections_that_are_not_packed_are_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = {"kv_cache": LOSSY, "decode": {"cuda_graph": True, "projections": "int4"}}
+    model = hf_subbyte_moe.apply(tiny_model("deepseek_v2"), options)
+    with caplog.at_level("WARNING", logger="hf_subbyte_moe"):
+        made = generate(model, prompt(40), max_new_tokens=4)
+    assert not model.forward.graphed(cache_of(made)).is_fused
+    assert any("model's own modules" in record.message for record in caplog.records)
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -14,8 +14,16 @@ from subbyte_kernels.add_norm import add_norm, add_norm_obstacle, add_norm_refer
 from subbyte_kernels.add_norm import cuda_kernel as norm_kernel
 from subbyte_kernels.rotary import HeadNorms, TokenPlace, rotary, rotary_obstacle, rotary_reference
 from subbyte_kernels.rotary import cuda_kernel as rotary_kernel
+from subbyte_kernels.small_linear import (
+    PackedMatrix,
+    linear_obstacle,
+    packed_linear,
+    packed_linear_reference,
+    packed_obstacle,
+    small_linear,
+    small_linear_reference,
+)
 from subbyte_kernels.small_linear import cuda_kernel as linear_kernel
-from subbyte_kernels.small_linear import linear_obstacle, small_linear, small_linear_reference
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -90,10 +98,28 @@ def test_small_linear_puts_products_side_by_side(dtype: torch.dtype) -> None:
     assert torch.equal(made, torch.cat([functional.linear(hidden, weight) for weight in weights], dim=-1))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_linear_is_the_product_with_what_was_packed(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 256).to(dtype)
+    weights = [torch.randn(rows, 256).to(dtype) for rows in (16, 8)]
+    matrices = [PackedMatrix.of(weight) for weight in weights]
+    for weight, matrix in zip(weights, matrices, strict=True):
+        assert matrix.blocks.nbytes == weight.numel() * 4.5 / 8
+        assert (matrix.unpacked() - weight.float()).square().mean() < 0.01  # of values of variance 1
+    made = packed_linear(hidden, matrices)
+    expected = torch.cat([functional.linear(hidden.float(), matrix.unpacked()) for matrix in matrices], dim=-1)
+    assert made.dtype == dtype
+    torch.testing.assert_close(made, expected.to(dtype))
+    with pytest.raises(ValueError, match="blocks of 8 x 128, not 12 x 256"):
+        PackedMatrix.of(torch.zeros(12, 256))
+
+
 def test_what_kernels_cannot_do_is_said() -> None:
     hidden = torch.zeros(1, 64)
     assert "not on a CUDA device" in str(add_norm_obstacle(hidden, hidden[0]))
     assert "not on a CUDA device" in str(linear_obstacle(hidden, [hidden]))
+    assert "not on a CUDA device" in str(packed_obstacle(hidden, []))
     projected, cos, _, norms, place = rotary_inputs(1, 2, 1, 16, torch.float32, norms=False)
     assert "not on a CUDA device" in str(rotary_obstacle(projected, cos, norms, place()))
 
@@ -120,6 +146,7 @@ def test_kernels_compile(architecture: str) -> None:
     texts[rotary_kernel._SOURCE] = [variant.defined() for variant in variants]
     shapes = [(2048, 1, bf16, True), (6144, 16, bf16, False), (14336, 2, torch.float16, False)]
     texts[linear_kernel._SOURCE] = [linear_kernel.defined(*shape) for shape in shapes]
+    texts[linear_kernel._PACKED_SOURCE] = [linear_kernel.packed_defined(*shape[:3]) for shape in shapes]
     for source, definitions in texts.items():
         for defined in definitions:
             assert nvrtc.compile_source(nvrtc.full_text(source, defined), source.name, architecture)
@@ -184,3 +211,16 @@ class TestLinearOnGpu:
         exact = small_linear_reference(hidden.double(), [weight.double() for weight in weights])
         plain = small_linear_reference(hidden, weights)
         assert (made - exact).abs().max() <= 2 * (plain - exact).abs().max()
+
+    def test_packed_linear(self, shape: tuple[int, tuple[int, ...]], tokens: int) -> None:
+        torch.manual_seed(0)
+        width, rows = shape[0], [-(-count // 8) * 8 for count in shape[1]]
+        for dtype in (torch.bfloat16, torch.float16):
+            hidden = torch.randn(tokens, width, device="cuda").to(dtype)
+            matrices = [PackedMatrix.of(torch.randn(count, width, device="cuda")) for count in rows]
+            assert packed_obstacle(hidden, matrices) is None
+            made = packed_linear(hidden, matrices)
+            exact = torch.cat([hidden.double() @ matrix.unpacked().double().T for matrix in matrices], dim=-1)
+            plain = packed_linear_reference(hidden, matrices)  # rounded once, at the end
+            assert (made - exact).abs().max() <= 2 * (plain - exact).abs().max()
+            assert torch.equal(packed_linear(hidden, matrices), made)

@@ -1,4 +1,7 @@
-"""Linear layers of 1 to 16 tokens in CUDA C++ (``small_linear.cu``), one launch for up to three matrices."""
+"""Linear layers of 1 to 16 tokens in CUDA C++, one launch for up to three matrices.
+
+Weights are the model's (``small_linear.cu``) or int4 (``packed_linear.cu``).
+"""
 
 import struct
 from collections.abc import Sequence
@@ -9,12 +12,15 @@ import torch
 from torch import Tensor
 
 from subbyte_kernels import nvrtc
+from subbyte_kernels.small_linear.packed import PackedMatrix
 from subbyte_kernels.small_linear.reference import MAX_LINEAR_TOKENS
 
 
 _SOURCE = Path(__file__).with_name("small_linear.cu")
+_PACKED_SOURCE = Path(__file__).with_name("packed_linear.cu")
 _UNIT = 256  # channels that a warp loads at once
 _ROWS = 8  # of an item
+_PACKED_ROWS = 16
 _MATRICES = 3
 _MAX_WARPS = 16
 _MANY_ITEMS = 16  # of a multiprocessor: from here on small blocks, which wait for fewer others at an item's end
@@ -23,20 +29,31 @@ _FEW_WARPS = 4
 
 def linear_obstacle(hidden: Tensor, weights: Sequence[Tensor]) -> str | None:
     """Why the kernel cannot compute a call, or None; looks at shapes alone."""
+    if {weight.dtype for weight in weights} != {hidden.dtype}:
+        return "states and weights differ in their dtype"
+    if not all(weight.is_contiguous() for weight in weights):
+        return "a matrix is not contiguous"
+    return _obstacle(hidden, len(weights))
+
+
+def packed_obstacle(hidden: Tensor, matrices: Sequence[PackedMatrix]) -> str | None:
+    """Why the kernel cannot compute a call, or None; looks at shapes alone."""
+    return _obstacle(hidden, len(matrices))
+
+
+def _obstacle(hidden: Tensor, matrices: int) -> str | None:
     if not hidden.is_cuda:
         return f"the tensors lie on {hidden.device}, not on a CUDA device"
     missing = nvrtc.obstacle(hidden.device.index)
     if missing is not None:
         return missing
     tokens, width = hidden.shape
-    if not 1 <= tokens <= MAX_LINEAR_TOKENS or len(weights) > _MATRICES:
-        return f"it takes 1 to {MAX_LINEAR_TOKENS} tokens and {_MATRICES} matrices, not {tokens} and {len(weights)}"
-    if hidden.dtype not in (torch.float16, torch.bfloat16) or {weight.dtype for weight in weights} != {hidden.dtype}:
-        return "it takes fp16 and bf16, states and weights alike"
+    if not 1 <= tokens <= MAX_LINEAR_TOKENS or matrices > _MATRICES:
+        return f"it takes 1 to {MAX_LINEAR_TOKENS} tokens and {_MATRICES} matrices, not {tokens} and {matrices}"
+    if hidden.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes fp16 and bf16, not {hidden.dtype}"
     if width % _UNIT:
         return f"it takes a multiple of {_UNIT} channels, not {width}"
-    if not all(weight.is_contiguous() for weight in weights):
-        return "a matrix is not contiguous"
     return None
 
 
@@ -64,16 +81,52 @@ def _kernel(device: int, width: int, tokens: int, dtype: torch.dtype, many: bool
 
 def small_linear_cuda(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Arguments and result as :func:`small_linear_reference`."""
+    width, rows = hidden.shape[1], [weight.shape[0] for weight in weights]
+    items = -(-sum(rows) // _ROWS)
+    many = items > _MANY_ITEMS * nvrtc.device_limits(hidden.device.index)[0]
+    kernel, at_once = _kernel(hidden.device.index, width, hidden.shape[0], hidden.dtype, many)
+    return _launch(kernel, min(items, at_once), hidden, weights, rows)
+
+
+def packed_defined(width: int, tokens: int, dtype: torch.dtype) -> dict[str, object]:
+    """What the text of the kernel for packed matrices wants to know."""
+    units = width // _UNIT
+    warps = max(part for part in range(1, _MAX_WARPS + 1) if units % part == 0)
+    return {
+        "WIDTH": width,
+        "TOKENS": tokens,
+        "WARPS": warps,
+        "BLOCKS": 1,
+        "ROW_BLOCKS": _PACKED_ROWS // 8,
+        "MODEL_BF16": int(dtype == torch.bfloat16),
+    }
+
+
+@lru_cache(maxsize=64)
+def _packed_kernel(device: int, width: int, tokens: int, dtype: torch.dtype) -> tuple[nvrtc.Kernel, int]:
+    """The kernel, and how many of its blocks run at once."""
+    given = packed_defined(width, tokens, dtype)
+    warps, blocks = (int(str(given[name])) for name in ("WARPS", "BLOCKS"))
+    kernel = nvrtc.Kernel(_PACKED_SOURCE, "packed_linear", given, device, 32 * warps, 0, waits=True)
+    return kernel, nvrtc.device_limits(device)[0] * blocks
+
+
+def packed_linear_cuda(hidden: Tensor, matrices: Sequence[PackedMatrix]) -> Tensor:
+    """Arguments and result as :func:`packed_linear_reference`."""
+    rows = [matrix.rows for matrix in matrices]
+    kernel, at_once = _packed_kernel(hidden.device.index, hidden.shape[1], hidden.shape[0], hidden.dtype)
+    blocks = min(-(-sum(rows) // _PACKED_ROWS), at_once)
+    return _launch(kernel, blocks, hidden, [matrix.blocks for matrix in matrices], rows)
+
+
+def _launch(
+    kernel: nvrtc.Kernel, blocks: int, hidden: Tensor, weights: Sequence[Tensor], rows: Sequence[int]
+) -> Tensor:
     hidden = hidden.contiguous()
-    tokens, width = hidden.shape
-    device = hidden.device.index
-    ends = [sum(weight.shape[0] for weight in weights[: count + 1]) for count in range(_MATRICES)]
-    output = hidden.new_empty(tokens, ends[-1])
+    ends = [sum(rows[: count + 1]) for count in range(_MATRICES)]
+    output = hidden.new_empty(hidden.shape[0], ends[-1])
     addresses = [weight.data_ptr() for weight in weights]
     addresses += addresses[-1:] * (_MATRICES - len(addresses))
     params = struct.pack("<5Q3i4x", hidden.data_ptr(), *addresses, output.data_ptr(), *ends)
-    items = -(-ends[-1] // _ROWS)
-    many = items > _MANY_ITEMS * nvrtc.device_limits(device)[0]
-    kernel, at_once = _kernel(device, width, tokens, hidden.dtype, many)
-    kernel.launch((min(items, at_once), 1, 1), params, torch._C._cuda_getCurrentRawStream(device))
+    kernel.launch((blocks, 1, 1), params, torch._C._cuda_getCurrentRawStream(hidden.device.index))
     return output
