@@ -1,6 +1,7 @@
-"""What packed experts cost: the same texts through a model with its own weights and with int4 and fp8 experts.
+"""What packed weights cost: the same texts through a model with its own and with int4 and fp8 experts or projections.
 
-Every token of a text is predicted from those before it, in fp32, with exact caches; only the experts' weights differ.
+Every token of a text is predicted from those before it, in fp32, with exact caches; only weights of experts differ, or
+those of attention's projections (here for all tokens; ``decode.projections`` packs them for generated tokens alone).
 KL is that of the next-token distributions, own to packed, in nats; "loss" the difference of the negative log
 likelihood; "slots" the share of a token's experts that it still chooses. Intervals are bootstraps over texts.
 
@@ -29,11 +30,13 @@ from quality.tasks import encode, read_texts
 import hf_subbyte_moe
 from hf_subbyte_moe.config import EXPERT_WEIGHTS, MODEL_WEIGHTS
 from hf_subbyte_moe.experts import PackedExperts
+from hf_subbyte_moe.ops import PackedMatrix
 from hf_subbyte_moe.routing.traces import recorded
 
 
 ROOT = Path(__file__).resolve().parents[1]
 _RESAMPLES = 2000
+_PROJECTIONS = "int4 projections"
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def main(
     limit: Annotated[int, typer.Option(help="Pieces of text.")] = 32,
     out: Annotated[Path, typer.Option(help="Result file.")] = ROOT / "eval" / "results" / "experts_weights.json",
 ) -> None:
-    """Measure what packed experts cost."""
+    """Measure what packed weights cost."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     stream = torch.tensor([token for text in read_texts(texts, ROOT) for token in encode(tokenizer, text)])
     pieces = list(stream.split(tokens))[: len(stream) // tokens]
@@ -113,12 +116,17 @@ def main(
     own_model = _load(model, MODEL_WEIGHTS)
     own = look(own_model, given, MODEL_WEIGHTS)
     rows = []
-    for weights in EXPERT_WEIGHTS[1:]:
-        packed = _load(model, weights)
+    for weights in (*EXPERT_WEIGHTS[1:], _PROJECTIONS):
+        if weights == _PROJECTIONS:
+            packed = _load(model, MODEL_WEIGHTS)
+            bits = pack_projections(packed)
+        else:
+            packed = _load(model, weights)
+            bits = expert_bits(packed)
         row = {
             "model": Path(model).name,
             "weights": weights,
-            "bits": expert_bits(packed),
+            "bits": bits,
             "texts": len(given),
             "tokens": tokens,
             "loss_own": float(torch.cat(own.nll).mean()),
@@ -129,6 +137,19 @@ def main(
         rows.append(row)
         print(json.dumps(row))
     out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def pack_projections(model: PreTrainedModel) -> float:
+    """Give attention's projections the values that int4 copies of them stand for; bits that a weight takes."""
+    taken = values = 0
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "k_proj", "v_proj", "o_proj")):
+            weight: Any = module.weight
+            packed = PackedMatrix.of(weight.detach())
+            weight.data.copy_(packed.unpacked())
+            taken += packed.blocks.numel()
+            values += weight.numel()
+    return 8 * taken / values
 
 
 def _load(model: str, weights: str) -> PreTrainedModel:

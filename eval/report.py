@@ -233,6 +233,29 @@ def latency() -> str:
     return picture + latency_report.table(result)
 
 
+def packed_weights() -> str:
+    """What int4 and fp8 weights cost the reference MoE."""
+    path = RESULTS / "experts_weights.json"
+    if not path.exists():
+        return "Not measured yet: `python eval/experts_weights.py TEXTS.jsonl`."
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    lines = ["| packed | bits a weight | KL, nats a token | loss | top-1 | same experts |", "| --- |" + " ---: |" * 5]
+    for row in rows:
+        name = row["weights"] if "projections" in row["weights"] else f"experts, {row['weights']}"
+        low, high = row["kl_95"]
+        lines.append(
+            f"| {name} | {row['bits']:.2f} | {row['kl']:.4f} ({low:.4f} to {high:.4f}) | {row['loss']:+.4f} | "
+            f"{row['top1']:.1%} | {row['slots']:.1%} |"
+        )
+    first = rows[0]
+    return (
+        "\n".join(lines) + f"\n\n{first['model']}, {first['texts']} texts of {first['tokens']:,} tokens, all tokens, "
+        f"exact caches, 95 % intervals over texts; own loss {first['loss_own']:.3f}; {first['device']}, commit "
+        f"{', '.join(dict.fromkeys(row['commit'] for row in rows))}. Rows are filled up to 128 columns, which costs "
+        "narrow models bits."
+    )
+
+
 def experts_all() -> str:
     """Decode steps with experts outside the GPU, every row, and the bars."""
     result = experts_report.load(RESULTS / "experts.json")
@@ -271,6 +294,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "routing_all": routing_all,
     "roofline": roofline,
     "latency": latency,
+    "packed_weights": packed_weights,
     "experts_all": experts_all,
     "prediction": prediction,
     **cards.SECTIONS,

@@ -111,7 +111,7 @@ def test_packed_linear_is_the_product_with_what_was_packed(dtype: torch.dtype) -
     expected = torch.cat([functional.linear(hidden.float(), matrix.unpacked()) for matrix in matrices], dim=-1)
     assert made.dtype == dtype
     torch.testing.assert_close(made, expected.to(dtype))
-    with pytest.raises(ValueError, match="blocks of 8 x 128, not 12 x 256"):
+    with pytest.raises(ValueError, match="multiples of 8 rows, not 12"):
         PackedMatrix.of(torch.zeros(12, 256))
 
 

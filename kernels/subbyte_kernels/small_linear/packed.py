@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from subbyte_kernels.expert_mlp.layout import BLOCK_COLUMNS, BLOCK_ROWS, ExpertFormat, ExpertLayout
+from subbyte_kernels.expert_mlp.layout import BLOCK_ROWS, ExpertFormat, ExpertLayout
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class PackedMatrix:
     Attributes:
         blocks: ``[bytes]`` uint8 in the layout of packed experts (``expert_mlp/layout.py``).
         rows: N, a multiple of 8.
-        columns: K, a multiple of 128.
+        columns: K.
     """
 
     blocks: Tensor
@@ -29,11 +29,11 @@ class PackedMatrix:
         """Quantize ``[N, K]``.
 
         Raises:
-            ValueError: it does not consist of whole blocks.
+            ValueError: its rows are no multiple of 8.
         """
         rows, columns = weight.shape
-        if rows % BLOCK_ROWS or columns % BLOCK_COLUMNS:
-            raise ValueError(f"packed matrices are blocks of {BLOCK_ROWS} x {BLOCK_COLUMNS}, not {rows} x {columns}")
+        if rows % BLOCK_ROWS:
+            raise ValueError(f"packed matrices have multiples of {BLOCK_ROWS} rows, not {rows}")
         return cls(_layout(rows, columns).pack_matrix(weight[None])[0], rows, columns)
 
     def unpacked(self) -> Tensor:
