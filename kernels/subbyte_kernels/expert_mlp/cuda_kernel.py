@@ -156,8 +156,9 @@ def variant_of(call: ExpertCall, down: bool, config: CudaConfig) -> Variant:
 def _kernel(variant: Variant) -> nvrtc.Kernel:
     assert variant.device is not None  # obstacle: on a CPU
     threads = 32 * (variant.config.warps + variant.config.producers)
+    early = not variant.down or variant.bucket == 1  # down of several tokens: see benchmarks/NOTES.md, "Whole steps"
     return nvrtc.Kernel(
-        SOURCE, "expert_mlp", variant.defined(), variant.device, threads, variant.shared_bytes, waits=True
+        SOURCE, "expert_mlp", variant.defined(), variant.device, threads, variant.shared_bytes, waits=early
     )
 
 

@@ -18,7 +18,8 @@
 // neighbours that one 16-byte load brings, and B is read in the same order.
 //
 // Programmatic launches: gate_up waits for what made the tokens and their experts, then lets down start. down streams
-// its weights while gate_up still computes, since experts are known, and waits only before it reads activations.
+// its weights while gate_up still computes, since experts are known, and waits only before it reads activations. With
+// several tokens the host launches down without that: it was seen to read activations before they were written.
 //
 // FIXED (one token, int4): products of integers. Eight neighbouring values of the token share a scale and are 15-bit
 // integers, 128 hi + lo with hi and lo of 8 bits; codes are 4-bit integers in the upper halves of bytes, one instruction

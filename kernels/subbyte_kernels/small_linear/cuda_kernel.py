@@ -20,7 +20,7 @@ _SOURCE = Path(__file__).with_name("small_linear.cu")
 _PACKED_SOURCE = Path(__file__).with_name("packed_linear.cu")
 _UNIT = 256  # channels that a warp loads at once
 _ROWS = 8  # of an item
-_PACKED_ROWS = 16
+_PACKED_ROWS, _PACKED_WARPS = 16, 8
 _MATRICES = 3
 _MAX_WARPS = 16
 _MANY_ITEMS = 16  # of a multiprocessor: from here on small blocks, which wait for fewer others at an item's end
@@ -91,11 +91,10 @@ def small_linear_cuda(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
 def packed_defined(width: int, tokens: int, dtype: torch.dtype) -> dict[str, object]:
     """What the text of the kernel for packed matrices wants to know."""
     units = width // _UNIT
-    warps = max(part for part in range(1, _MAX_WARPS + 1) if units % part == 0)
     return {
         "WIDTH": width,
         "TOKENS": tokens,
-        "WARPS": warps,
+        "WARPS": max(part for part in range(1, _PACKED_WARPS + 1) if units % part == 0),
         "BLOCKS": 1,
         "ROW_BLOCKS": _PACKED_ROWS // 8,
         "MODEL_BF16": int(dtype == torch.bfloat16),
