@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_subbyte_moe.cache.groups import RowGroup
-from hf_subbyte_moe.cache.prompts import PromptQueries
+from hf_subbyte_moe.cache.prompts import SampledQueries
 
 
 _LEAST = 8.0  # a channel that is so many times the middle one makes its head worth balancing
@@ -39,6 +39,10 @@ def _shares(key: Tensor) -> Tensor:
     states = key.float()
     size = (states - states.mean(1, keepdim=True)).square().mean(1).sqrt()
     return size / size.median(-1, keepdim=True).values.clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _wide(share: Tensor) -> Tensor:
+    return (share > _LEAST).any()
 
 
 def _factors(key: Tensor, share: Tensor) -> Tensor:
@@ -73,6 +77,10 @@ class KeyBalance:
         self._shape, self._possible = shape, possible
         self.factors: Tensor | None = None
 
+    def needed(self, key: Tensor) -> Tensor | None:
+        """Whether some head of keys ``[b * H, N, D]`` needs factors, as a tensor; None where none ever does."""
+        return _wide(_shares(key)) if self._possible and not key.is_meta else None
+
     def fit(self, rows: RowGroup, key: Tensor) -> tuple[Tensor, list[int]] | None:
         """Choose factors of rows that have none by their keys.
 
@@ -87,7 +95,7 @@ class KeyBalance:
         if not self._possible or key.is_meta:  # keys without values need nothing
             return None
         share = _shares(key)
-        if not bool((share > _LEAST).any()):  # the only question to the device, but for unusual keys
+        if not bool(_wide(share)):  # the only question to the device, but for unusual keys
             return None
         factors = _factors(key, share).unflatten(0, (len(rows), -1))
         if self.factors is not None:
@@ -130,13 +138,14 @@ class KeyBalance:
         grouped: Tensor = query.unflatten(1, (self.factors.shape[1], -1)) * self.factors[:, :, None, None]
         return grouped.flatten(1, 2).to(query.dtype)
 
-    def of_prompt(self, queries: PromptQueries, rows: RowGroup) -> PromptQueries:
-        """Queries ``[b, HQ, q, D]`` of some rows, for stored keys."""
+    def of_prompt(self, queries: SampledQueries, rows: RowGroup) -> SampledQueries:
+        """Queries of some rows, for stored keys."""
         if self.factors is None:
             return queries
         alone = KeyBalance(self._shape, self._possible)
         alone.factors = self.factors[rows.index]
-        return replace(queries, query=alone.of_query(queries.query))
+        moment = None if queries.moment is None else alone.of_query(queries.moment)
+        return replace(queries, probe=alone.of_query(queries.probe), moment=moment)
 
     def of_metric(self, metric: Tensor, rows: RowGroup) -> Tensor:
         """What errors of stored keys cost, ``[b * H, D, D]``, from what errors of any keys cost, ``[H, D, D]``."""

@@ -6,8 +6,11 @@ call takes the host as long for one row as for many.
 
 from collections.abc import Hashable, Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from hf_subbyte_moe.transfers import upload
 
 
 _MOST_ROWS = 16  # what measuring a row takes for a moment, in memory, it takes for each of them
@@ -30,7 +33,7 @@ class RowGroup:
         if self.rows[-1] - self.rows[0] == len(self.rows) - 1:
             self.index = slice(self.rows[0], self.rows[-1] + 1)
         else:
-            self.index = torch.tensor(self.rows, device=device)
+            self.index = upload(np.array(self.rows), device)
 
     def __len__(self) -> int:
         return len(self.rows)

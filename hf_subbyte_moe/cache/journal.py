@@ -1,9 +1,10 @@
 """What a cache was before the step that its layers are taking, so that a step that fails was never there.
 
-A step begins with the first layer that is given tokens and ends with the last layer's attention call. Whatever fails
-in between, in a layer or in our attention function, takes the tokens back from every layer. A failure that neither
-sees, as in a feed-forward block, is noticed by whoever uses the cache next: the last layer was never reached. The
-tokens are taken back then too, and the caller is told, since masks and positions were made for a cache that held them.
+A step begins with the first layer that is given tokens and ends with the last layer's attention call, or with the
+packing of its tokens where these wait for it. Whatever fails in between, in a layer or in our attention function,
+takes the tokens back from every layer. A failure that neither sees, as in a feed-forward block, is noticed by whoever
+uses the cache next: the last layer was never reached. The tokens are taken back then too, and the caller is told,
+since masks and positions were made for a cache that held them.
 
 Gives up: states of linear attention, which change in place. A failed step that began with some leaves a cache that
 only ``reset()`` makes usable again, and that says so.
@@ -17,6 +18,8 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
+from hf_subbyte_moe.cache.prompts import PromptMask
+from hf_subbyte_moe.cache.settling import SettlingLayer
 
 
 class StepJournal:
@@ -24,6 +27,8 @@ class StepJournal:
 
     Attributes:
         checked_mask: the step's attention mask, once a layer has compared it with what the cache knows.
+        prompt_mask: what the mask of several new tokens says, once a layer has looked.
+        waiting: the layer, if any, whose new tokens are measured and not packed yet.
     """
 
     def __init__(self, layers: Sequence[Any], last: int) -> None:
@@ -35,6 +40,7 @@ class StepJournal:
         """
         self._layers, self._last = layers, last
         self._lost = False
+        self.waiting: SettlingLayer | None = None
         self.close()
 
     def close(self) -> None:
@@ -43,7 +49,11 @@ class StepJournal:
         self._parts: set[Hashable] = set()  # layer index and name of what the step stores
         self._touched: set[int] = set()  # layer indices
         self._reached_last = False
+        self._forget_masks()
+
+    def _forget_masks(self) -> None:
         self.checked_mask: Tensor | None = None
+        self.prompt_mask: PromptMask | None = None
 
     def forget(self) -> None:
         """The cache was emptied."""
@@ -55,10 +65,13 @@ class StepJournal:
 
         Raises:
             RuntimeError: the step before ended early.
+            ValueError: it stored NaN or Inf.
         """
         ended_early = bool(self._parts) and not self._reached_last
         if ended_early:
             self.take_back()
+        else:
+            self.finish_packing()
         if self._lost:
             raise RuntimeError(
                 "an earlier forward failed and left states of linear attention that cannot be taken back; call "
@@ -111,9 +124,21 @@ class StepJournal:
         return made
 
     def finish(self) -> None:
-        """A packed layer's attention call is over."""
+        """A packed layer's attention call is over, or its tokens do not wait any more."""
         if self._reached_last:
-            self.close()
+            self._forget_masks()
+            if self._layers[self._last].is_settled:
+                self.close()
+
+    def finish_packing(self) -> None:
+        """Let the layer that waits go on; see :meth:`SettlingLayer.finish_packing`."""
+        layer, self.waiting = self.waiting, None
+        if layer is not None:
+            layer.finish_packing()
+
+    def index(self, layer: SettlingLayer) -> int:
+        """A layer's number."""
+        return self._layers.index(layer)
 
     def take_back(self) -> bool:
         """The step failed: its tokens were never here. Returns whether there was a step."""

@@ -2,7 +2,9 @@
 
 A row's tokens, oldest first: sinks (exact), packed tiles of 128 tokens, window (exact, the ring of ``window.py``).
 A prompt's tokens stay exact until their attention call, which measures how the heads attend and then has them packed;
-so packing costs one layer's exact keys and values at a time. A single new token enters the window, and where the
+so packing costs one layer's exact keys and values at a time. On a GPU, which would have nothing to do while the host
+waits for what was measured, a layer is packed after the next one's attention call, or when anybody asks for its rows;
+so two layers' exact keys and values are held. A single new token enters the window, and where the
 window holds a tile more than its recent tokens, the oldest tile is quantized once, whole, and appended.
 
 Columns count as Transformers counts them, padding included; the rows of ``packing.py`` hold no padding.
@@ -10,28 +12,26 @@ Columns count as Transformers counts them, padding included; the rows of ``packi
 Gives up: cropping into a tile brings what is left of it back with its quantization error.
 """
 
-import warnings
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
 from hf_subbyte_moe.accounting import TILE_TOKENS
 from hf_subbyte_moe.cache.handle import FixedAddressError, LayerView, ModuleReference, PackedKV
 from hf_subbyte_moe.cache.packing import PackedRows
-from hf_subbyte_moe.cache.prompts import BitLedger, LayerStatistics, PromptQueries, Snapshot
+from hf_subbyte_moe.cache.prompts import BitLedger, LayerStatistics, Snapshot
+from hf_subbyte_moe.cache.settling import SettlingLayer
 from hf_subbyte_moe.cache.window import Ints
 from hf_subbyte_moe.codecs.rotation import rotation_block
 from hf_subbyte_moe.config import KVCacheConfig
 from hf_subbyte_moe.distributed.heads import head_ranks
-from hf_subbyte_moe.policy import KEYS, VALUES, Policy, budget_bits
+from hf_subbyte_moe.policy import KEYS, SIDES, VALUES, Policy, budget_bits
+from hf_subbyte_moe.transfers import waits_cost
 
 
 if TYPE_CHECKING:
-    from hf_subbyte_moe.cache.journal import StepJournal
     from hf_subbyte_moe.cache.steps import CacheSteps
 
 # a register of vq3o names its channel in one byte, an outlier of nuq2 its place in the tile in two
@@ -52,27 +52,19 @@ def check_widths(config: KVCacheConfig, dims: tuple[int, int], latent: bool) -> 
     budget_bits(config, dims, latent)
 
 
-class EntropySubbyteLayer(CacheLayerMixin):
+class EntropySubbyteLayer(SettlingLayer):
     """Keys and values of one layer; see the module's text.
 
     Attributes:
-        length: columns, padding included.
-        starts: ``[B]`` padding columns of each row.
-        rows: the stored tokens; exists from the first update on.
-        statistics: what was measured and chosen.
         record_past: new tokens may be taken back by :meth:`crop`; their tiles are packed only then.
-        before: what the layer was before tokens whose attention call is still to come.
         steps: who takes the next token at fixed addresses, while a step lasts.
-        journal: of the cache that the layer belongs to.
     """
 
     is_sliding = False
     is_compileable = False
     is_croppable = True
     supports_early_init = False
-    rows: PackedRows
     steps: "CacheSteps | None" = None
-    journal: "StepJournal | None" = None
 
     def __init__(
         self,
@@ -108,9 +100,10 @@ class EntropySubbyteLayer(CacheLayerMixin):
         self.length = 0
         self.starts: Ints = np.zeros(0, dtype=np.int64)
         self._pending: tuple[Tensor, Tensor] | None = None
+        self._take_measured()
         self.before: Snapshot | None = None
         self.statistics.chunks = []
-        self.__dict__.pop("rows", None)
+        self.__dict__.pop("_rows", None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take shapes, dtype and device from the first states ``[B, H, any, D]``.
@@ -121,7 +114,7 @@ class EntropySubbyteLayer(CacheLayerMixin):
         dims = (key_states.shape[-1], value_states.shape[-1])
         check_widths(self._config, dims, self._latent)
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.rows = PackedRows(
+        self._rows = PackedRows(
             self._config,
             self._policy,
             self._ledger,
@@ -141,8 +134,8 @@ class EntropySubbyteLayer(CacheLayerMixin):
         """Add tokens.
 
         Args:
-            key_states: ``[B, H, T, D]``, T at least 1, finite; one token on an accelerator is not looked at before its
-                tile is packed.
+            key_states: ``[B, H, T, D]``, T at least 1, finite; on an accelerator one token is not looked at before its
+                tile is packed, and several on a GPU are not before they are.
             value_states: ``[B, H, T, Dv]``.
             *args: ignored, as every cache layer of Transformers does.
             **kwargs: likewise.
@@ -333,66 +326,9 @@ class EntropySubbyteLayer(CacheLayerMixin):
             )
         self.starts = starts
 
-    @property
-    def is_pending(self) -> bool:
-        """New tokens wait for their attention call."""
-        return self._pending is not None
-
-    @property
-    def pending(self) -> tuple[Tensor, Tensor]:
-        """New keys and values ``[B, H, q, D]`` that wait for their attention call."""
-        assert self._pending is not None
-        return self._pending
-
     def _snapshot(self, new_tokens: int) -> Snapshot:
         rows = self.rows.snapshot(new_tokens) if self.is_initialized else None
         return Snapshot(self.length, self.starts, rows)
-
-    def take_back(self) -> None:
-        """The attention call of the newest tokens failed: they were never here, in no layer of the cache."""
-        in_cache = self.journal is not None and self.journal.take_back()
-        if not in_cache and self.before is not None:
-            self.undo(self.before)
-
-    def finish(self) -> None:
-        """The attention call of the newest tokens is over."""
-        if self.journal is not None:
-            self.journal.finish()
-
-    def undo(self, before: Snapshot) -> None:
-        """Go back to what the layer was before its last update."""
-        self.before = self._pending = None
-        if before.rows is None:
-            self.reset()
-            return
-        self.length, self.starts = before.length, before.starts
-        self.rows.undo(before.rows)
-
-    def settle(self, queries: PromptQueries | None) -> None:
-        """Store the pending tokens and pack what is due, measured with the queries that came with them."""
-        key_states, value_states = self.pending
-        self._pending = None
-        old = self.length - key_states.shape[2]
-        behind = key_states.shape[2] - np.maximum(self.starts - old, 0)  # the padding
-        for rows in self.rows.alike([(row, new) for row, new in enumerate(behind.tolist()) if new > 0], self.length):
-            new = slice(key_states.shape[2] - int(behind[rows.first]), None)
-            seen = None
-            if queries is not None:
-                seen = replace(queries, query=queries.query[rows.index][:, :, new])
-            self.rows.add(rows, key_states[rows.index][:, :, new], value_states[rows.index][:, :, new], seen)
-        self.before = None
-        self.finish()
-
-    def settle_without_statistics(self) -> None:
-        """Store the pending tokens, if any, by prior knowledge alone: our attention function was not called."""
-        if self._pending is None:
-            return
-        warnings.warn(
-            "the model did not call the entropy_subbyte attention function, so nothing was measured and every head "
-            "gets its tiers by prior knowledge; use hf_subbyte_moe.apply(model) or model.generate()",
-            stacklevel=3,
-        )
-        self.settle(None)
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """All keys and values ``[B, H, T, D]`` in the model's dtype; zero where a column is padding.
@@ -424,19 +360,11 @@ class EntropySubbyteLayer(CacheLayerMixin):
             raise ValueError("the prompt is empty: update() needs at least one token")
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise RuntimeError("the entropy_subbyte cache is for inference: run the model under torch.no_grad()")
-        # one token on an accelerator is checked when its tile is packed: looking at it now would wait for the device
-        if key_states.shape[2] > 1 or key_states.device.type == "cpu":
-            self._check_finite(key_states, value_states)
-
-    @staticmethod
-    def _check_finite(key_states: Tensor, value_states: Tensor) -> None:
-        sides = (("keys", key_states), ("values", value_states))
-        finite = {name: torch.isfinite(states).all() for name, states in sides if not states.is_meta}
-        if len({found.device for found in finite.values()}) == 1 and bool(torch.stack([*finite.values()]).all()):
-            return  # after one wait for the device
-        for name, found in finite.items():
-            if not bool(found):
-                raise ValueError(f"the {name} hold NaN or Inf; nothing was stored")
+        # looking now would wait: an accelerator's single token is checked when its tile is packed, a GPU's prompt then
+        if not waits_cost(key_states) and (key_states.shape[2] > 1 or key_states.device.type == "cpu"):
+            for name, states in zip(SIDES, (key_states, value_states), strict=True):
+                if not states.is_meta and not bool(torch.isfinite(states).all()):
+                    raise ValueError(f"the {name} hold NaN or Inf; nothing was stored")
 
     def _check_geometry(self, key_states: Tensor, value_states: Tensor) -> None:
         window = self.rows.window

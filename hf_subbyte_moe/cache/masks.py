@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
+from hf_subbyte_moe.cache.prompts import PromptMask
 from hf_subbyte_moe.cache.window import Ints
+from hf_subbyte_moe.transfers import upload
 
 
 _HIDDEN = -1e4  # an additive mask hides with at most this; fp16's lowest is lower
@@ -34,16 +36,21 @@ def row_starts(attention_mask: Tensor | None, batch: int, layer: EntropySubbyteL
     if attention_mask is None:
         return np.zeros(batch, dtype=np.int64)
     _check_shape(attention_mask, layer)
+    journal = layer.journal
+    if journal is not None and journal.prompt_mask is not None and journal.prompt_mask.mask is attention_mask:
+        return journal.prompt_mask.starts
     last = attention_mask[:, 0, -1, :]
     visible = (last if last.dtype == torch.bool else last == 0).cpu().numpy()
     visible = np.broadcast_to(visible, (batch, visible.shape[1]))
-    starts = np.where(visible.any(1), visible.argmax(1), visible.shape[1])
+    starts: Ints = np.where(visible.any(1), visible.argmax(1), visible.shape[1])
     if not np.array_equal(visible.sum(1), visible.shape[1] - starts):
         raise ValueError(
             "the entropy_subbyte cache supports left padding only: the attention mask hides columns on the right of "
             "or between visible ones"
         )
-    return np.asarray(starts)
+    if journal is not None:
+        journal.prompt_mask = PromptMask(attention_mask, starts)
+    return starts
 
 
 def check_padding(attention_mask: Tensor, layer: EntropySubbyteLayer) -> None:
@@ -108,6 +115,15 @@ def among_new(attention_mask: Tensor | None, layer: EntropySubbyteLayer) -> Tens
     if attention_mask is None:
         column = torch.arange(queries, device=layer.device)
         return (column <= column[:, None]) & real[:, None, old:]
+    known = None if layer.journal is None else layer.journal.prompt_mask
+    if known is None or known.mask is not attention_mask or known.starts is not layer.starts:
+        return _among_new(attention_mask, real, old)
+    if known.among_new is None:
+        known.among_new = _among_new(attention_mask, real, old)
+    return known.among_new
+
+
+def _among_new(attention_mask: Tensor, real: Tensor, old: int) -> Tensor:
     given = attention_mask[:, 0]
     # what a query that is padding sees is nobody's concern
     fits = _agrees(given[..., :old], real[:, None, :old]) | ~real[:, old:, None]
@@ -120,11 +136,8 @@ def among_new(attention_mask: Tensor | None, layer: EntropySubbyteLayer) -> Tens
 
 def _real(layer: EntropySubbyteLayer) -> Tensor:
     """``[B, T]`` columns that are no padding."""
-    starts = torch.from_numpy(layer.starts)
     device = torch.device(layer.device)
-    if device.type != "cpu":
-        starts = starts.to(device, non_blocking=device.type == "cuda")
-    return torch.arange(layer.length, device=device) >= starts[:, None]
+    return torch.arange(layer.length, device=device) >= upload(layer.starts, device)[:, None]
 
 
 def _agrees(mask: Tensor, visible: Tensor) -> Tensor:

@@ -5,7 +5,9 @@ same calls.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from hf_subbyte_moe.accounting import TILE_TOKENS, tiles_of
 from hf_subbyte_moe.cache.balance import divide_keys
 from hf_subbyte_moe.cache.choices import TierChoice
 from hf_subbyte_moe.cache.groups import RowGroup, group_rows
-from hf_subbyte_moe.cache.prompts import PromptQueries
+from hf_subbyte_moe.cache.prompts import PromptQueries, SampledQueries
 from hf_subbyte_moe.cache.stored import StoredRows
 from hf_subbyte_moe.cache.window import Ints
 from hf_subbyte_moe.codecs import codec_of
@@ -33,6 +35,7 @@ from hf_subbyte_moe.policy import (
     positions_on,
     unmeasured,
 )
+from hf_subbyte_moe.transfers import Answers, upload
 
 
 _MIN_REGION = 32  # tokens that are worth measuring when nothing is packed yet
@@ -46,6 +49,18 @@ def _records(side: SideCodec, blocks: Tensor, tier_id: int, places: Tensor) -> I
     for part in places.split(_PACK_TILES):
         heads, tiles = part.unbind(1)
         yield side.pack(blocks, heads, codec_of(tier_id), tiles)
+
+
+class _Measuring(NamedTuple):
+    """Rows between measuring and packing.
+
+    Attributes:
+        sides: how their sides are quantized.
+        tiers: chooses the tiers ``[b, tiles, H, 2]`` of their new tiles, once answers were sent.
+    """
+
+    sides: tuple[SideCodec, SideCodec]
+    tiers: Callable[[], TierChoice]
 
 
 class PackedRows(StoredRows):
@@ -159,40 +174,62 @@ class PackedRows(StoredRows):
         """How both sides of some rows are quantized."""
         return self.codecs.side(KEYS, rows), self.codecs.side(VALUES, rows)
 
-    def add(self, rows: RowGroup, key: Tensor, value: Tensor, queries: PromptQueries | None) -> None:
+    def add(
+        self,
+        rows: RowGroup,
+        key: Tensor,
+        value: Tensor,
+        queries: PromptQueries | None,
+        answers: Answers,
+        ahead: bool,
+    ) -> Iterator[None]:
         """Store new tokens of rows that are :meth:`alike` and pack what is due.
+
+        Stops once, where it has asked for all that was measured: go on when the answers were sent.
 
         Args:
             rows: which.
             key: ``[b, H, n, D]`` new keys, n at least 1.
             value: ``[b, H, n, Dv]``.
             queries: the rows' queries ``[b, HQ, n, D]`` for measuring, or None.
+            answers: to ask for what is measured.
+            ahead: keys are taken for usual ones, which need no factors, without a look at them; where that was wrong,
+                they are measured again.
         """
         key, value = key.flatten(0, 1), value.flatten(0, 1)
         sinks, held = self._config.sinks, int(self.lengths[rows.first])
         length = held + key.shape[1]
         first, tiles = int(self.first_recent()[rows.first]), int(self.store.counts[rows.first])
-        balance = self.codecs.balance
-        key = balance.divided(key, rows)
+        key = self.codecs.balance.divided(key, rows)
         more = max(0, self._tiles_due(length) - tiles)
         recent_key, recent_value = key[:, max(0, sinks - held) :], value[:, max(0, sinks - held) :]
         if held > first:
             old_key, old_value = self._held(rows, first, held)
             recent_key = torch.cat([old_key, recent_key], dim=1)
             recent_value = torch.cat([old_value, recent_value], dim=1)
+        measured, unusual = None, None
         if more or (recent_key.shape[1] >= _MIN_REGION and not self.settled[rows.first]):
-            region = more * TILE_TOKENS if more else recent_key.shape[1]
+            region = slice(more * TILE_TOKENS if more else None)
+            sampled = None if queries is None else self._sampled(queries)
+            if more and ahead and not tiles and not self.codecs.saw_queries(rows):
+                needed = self.codecs.balance.needed(recent_key[:, region])
+                unusual = None if needed is None else answers.ask(needed)
+            elif more:
+                key, recent_key = self._balanced(rows, recent_key[:, region], key, recent_key)
+            part = (recent_key[:, region], recent_value[:, region])
+            measured = self._measure(rows, key, value, part, more, sampled, answers)
+        del queries  # many more than the sampled ones
+        yield
+        if unusual is not None and unusual()[0]:
+            self.codecs.begin_again(rows)
+            key, recent_key = self._balanced(rows, recent_key[:, region], key, recent_key)
+            part, answers = (recent_key[:, region], part[VALUES]), Answers()
+            measured = self._measure(rows, key, value, part, more, sampled, answers)
+            answers.send()
+        if measured is not None:
+            tiers = measured.tiers()
             if more:
-                key, recent_key = self._balanced(rows, recent_key[:, :region], key, recent_key)
-            part = (recent_key[:, :region], recent_value[:, :region])
-            self.codecs.fit(rows, *part, freeze=more > 0)
-            if queries is not None:
-                queries = balance.of_prompt(queries, rows)
-                self.codecs.see_queries(rows, queries)
-            sides = self._sides(rows)
-            tiers = self._settle(rows, key, value, part, more, queries, sides)
-            if more:
-                self._pack(rows, *part, tiers, sides)
+                self._pack(rows, *part, tiers, measured.sides)
         if held < sinks:
             self._keep(rows, held, key[:, : sinks - held], value[:, : sinks - held])
         fresh = max(held, first + more * TILE_TOKENS)
@@ -200,28 +237,43 @@ class PackedRows(StoredRows):
             self._keep(rows, fresh, recent_key[:, fresh - first :], recent_value[:, fresh - first :])
         self._set_length(rows.rows, length)
 
-    def _settle(
+    def _sampled(self, queries: PromptQueries) -> SampledQueries:
+        """What is needed of a prompt's queries."""
+        tokens, device = queries.query.shape[2], queries.query.device
+        return queries.sampled(positions_on(tokens, device), self.codecs.moment_positions(tokens))
+
+    def _measure(
         self,
         rows: RowGroup,
         key: Tensor,
         value: Tensor,
         region: tuple[Tensor, Tensor],
         more: int,
-        queries: PromptQueries | None,
-        sides: tuple[SideCodec, SideCodec],
-    ) -> TierChoice:
-        """Measure a region of ``more`` tiles, if that is possible, and choose its tiers ``[b, more, H, 2]``."""
+        queries: SampledQueries | None,
+        answers: Answers,
+    ) -> _Measuring:
+        """Fit means and tables to a region of ``more`` tiles, and measure it, if that is possible."""
+        self.codecs.fit(rows, *region, freeze=more > 0)
+        if queries is not None:
+            queries = self.codecs.balance.of_prompt(queries, rows)
+            self.codecs.see_queries(rows, queries)
+        sides = self._sides(rows)
         probe, settled = None, bool(self.settled[rows.first])
         enough = _MIN_NEW_QUERIES if settled else _MIN_QUERIES
         alike = self._policy.needs.chunk is not None  # the policy goes by position alone
         if queries is not None and key.shape[1] >= enough and not alike:
             probe = self._probe(rows, key, value, queries)
         if probe is None and settled and not alike:
-            return np.repeat(self.choices.later(rows)[:, None], more, axis=1)
-        chunks = self._measure(rows, region, more, probe, sides)
-        return self.choices.choose(rows, chunks, int(self.lengths[rows.first]) + key.shape[1])
+            later = np.repeat(self.choices.later(rows)[:, None], more, axis=1)
+            return _Measuring(sides, lambda: later)
+        chunks = self._chunks(rows, region, more, probe, sides, answers)
+        length = int(self.lengths[rows.first]) + key.shape[1]
+        return _Measuring(
+            sides,
+            lambda: self.choices.choose(rows, list(zip(*(chunk() for chunk in chunks), strict=True)), length),
+        )
 
-    def _probe(self, rows: RowGroup, key: Tensor, value: Tensor, queries: PromptQueries) -> RowProbe:
+    def _probe(self, rows: RowGroup, key: Tensor, value: Tensor, queries: SampledQueries) -> RowProbe:
         """Sampled queries of some rows' new tokens over everything that they see."""
         held, first = int(self.lengths[rows.first]), int(self.first_recent()[rows.first])
         position = positions_on(key.shape[1], key.device)
@@ -238,18 +290,24 @@ class PackedRows(StoredRows):
         states = attention_states(key.unflatten(0, shape), value.unflatten(0, shape), self._latent)
         exact = ExactTokens(*states, visible)
         tiles = self._packed_rows(rows) if self.store.counts[rows.first] else None
-        query, ranks = queries.sample(position), self.choices.ranks
-        return RowProbe(query, held + position, exact, tiles, queries.form, queries.weight, self._latent, ranks)
+        return RowProbe(
+            *(queries.probe, held + position, exact, tiles),
+            *(queries.form, queries.weight, self._latent, self.choices.ranks),
+        )
 
-    def _measure(
+    def _chunks(
         self,
         rows: RowGroup,
         region: tuple[Tensor, Tensor],
         more: int,
         probe: RowProbe | None,
         sides: tuple[SideCodec, SideCodec],
-    ) -> list[list[Measured]]:
-        """Each row's chunks of a region that follows its tiles; one without tiles if nothing is packed yet."""
+        answers: Answers,
+    ) -> list[Callable[[], list[Measured]]]:
+        """Of each chunk of a region that follows the rows' tiles, what each row shows of it.
+
+        There is one chunk without tiles if nothing is packed yet.
+        """
         key, value = region
         tiles, first = int(self.store.counts[rows.first]), int(self.first_recent()[rows.first])
         edges = [tiles, tiles + more]
@@ -259,17 +317,18 @@ class PackedRows(StoredRows):
             size = int(self._config.chunk) // TILE_TOKENS
         if more and size is not None:
             edges[1:1] = range((tiles // size + 1) * size, tiles + more, size)
-        chunks = []
+        chunks: list[Callable[[], list[Measured]]] = []
         for low, high in itertools.pairwise(edges):
             if probe is None:
-                chunks.append([unmeasured(self._policy.tiers, self.heads, low, high - low)] * len(rows))
+                unknown = [unmeasured(self._policy.tiers, self.heads, low, high - low)] * len(rows)
+                chunks.append(partial(list, unknown))
                 continue
             start = (low - tiles) * TILE_TOKENS
             stop = (high - tiles) * TILE_TOKENS if more else key.shape[1]
             part = slice(start, stop)
-            states = (key[:, part], value[:, part])
-            chunks.append(probe.measure(states, first + start, sides, low, high - low, self._policy.tiers, needs))
-        return [list(row) for row in zip(*chunks, strict=True)]
+            place = ((key[:, part], value[:, part]), first + start, sides, low, high - low)
+            chunks.append(probe.measure(*place, self._policy.tiers, answers, needs))
+        return chunks
 
     def _pack(
         self, rows: RowGroup, key: Tensor, value: Tensor, tiers: TierChoice, sides: tuple[SideCodec, SideCodec]
@@ -281,7 +340,7 @@ class PackedRows(StoredRows):
         chosen = np.ascontiguousarray(tiers.transpose(3, 0, 2, 1)).reshape(2, len(key), -1)
         order = np.lexsort((chosen.ravel(), np.arange(chosen.size) // chosen[0].size))
         places = np.stack(np.unravel_index(order, chosen.shape), axis=1)
-        uploaded = torch.from_numpy(places).to(key.device)
+        uploaded = upload(places[:, 1:], key.device)
         row, head = np.divmod(places[:, 1], self.heads)
         stored = np.stack([np.array(rows.rows)[row], head, places[:, 2] + first], axis=1)
         taken = chosen.ravel()[order]
@@ -289,5 +348,5 @@ class PackedRows(StoredRows):
         edges = np.flatnonzero((np.diff(taken) != 0) | (np.diff(places[:, 0]) != 0)) + 1
         for start, end in itertools.pairwise([0, *edges.tolist(), len(taken)]):
             side, tier_id = int(places[start, 0]), int(taken[start])
-            records = _records(sides[side], blocks[side], tier_id, uploaded[start:end, 1:])
+            records = _records(sides[side], blocks[side], tier_id, uploaded[start:end])
             self.store.write(side, tier_id, stored[start:end], records)

@@ -1,7 +1,7 @@
 """What goes between a prompt's attention call, the packing of its layer, and whoever asks afterwards."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_subbyte_moe.cache.window import Ints
 from hf_subbyte_moe.policy import AttentionForm, ChunkStatistics
+from hf_subbyte_moe.transfers import Floats
 
 
 @dataclass(frozen=True)
@@ -28,23 +29,58 @@ class PromptQueries:
     weight: Tensor | None
     absorb: Callable[[Tensor], Tensor] | None = None
 
-    def sample(self, positions: Tensor) -> Tensor:
-        """``[B, HQ, S, D]`` queries at some places."""
+    def sampled(self, probe: Tensor, moment: Tensor | None) -> "SampledQueries":
+        """The queries at ``[S]`` places to measure with, and at ``[M]`` places for their moments, if at any."""
+        moments = None if moment is None else self._at(moment)
+        return SampledQueries(self.query.shape[2], self._at(probe), moments, self.form, self.weight)
+
+    def _at(self, positions: Tensor) -> Tensor:
         query = self.query[:, :, positions]
         return query if self.absorb is None else self.absorb(query)
 
 
-@dataclass
+@dataclass(frozen=True)
+class SampledQueries:
+    """What is kept of a prompt's queries until its layer is packed.
+
+    Attributes:
+        tokens: how many queries there were.
+        probe: ``[B, HQ, S, D]`` those that measure.
+        moment: ``[B, HQ, M, D]`` those whose moments choose the keys' codes; None where none do.
+        form: scores to probabilities.
+        weight: ``[hidden, HQ * Dv]`` output projection, or None.
+    """
+
+    tokens: int
+    probe: Tensor
+    moment: Tensor | None
+    form: AttentionForm
+    weight: Tensor | None
+
+
 class LayerStatistics:
     """What one layer's prompts showed and what its policy chose; outlives the layer's tensors.
 
     Attributes:
         policy: name of the policy.
-        chunks: per row the chunks that were measured, oldest first.
+        finish: what a layer has to do first that has measured a prompt and not chosen yet; None where all is chosen.
     """
 
-    policy: str
-    chunks: list[list[ChunkStatistics]] = field(default_factory=list)
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+        self.finish: Callable[[], None] | None = None
+        self._chunks: list[list[ChunkStatistics]] = []
+
+    @property
+    def chunks(self) -> list[list[ChunkStatistics]]:
+        """Per row the chunks that were measured, oldest first."""
+        if self.finish is not None:
+            self.finish()
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: list[list[ChunkStatistics]]) -> None:
+        self._chunks = chunks
 
 
 @dataclass(frozen=True)
@@ -85,6 +121,34 @@ class Snapshot(NamedTuple):
     length: int
     starts: Ints
     rows: RowsSnapshot | Ints | None
+
+
+@dataclass(frozen=True)
+class MeasuredPrompt:
+    """New tokens of a layer that were measured and are not stored yet.
+
+    Attributes:
+        groups: what goes on with storing them, for rows that are alike.
+        finite: whether all keys are finite, and all values; nothing where that is known already.
+    """
+
+    groups: Sequence[Iterator[None]]
+    finite: Callable[[], list[Floats]]
+
+
+@dataclass
+class PromptMask:
+    """What the attention mask of a prompt says, which is the same for all layers.
+
+    Attributes:
+        mask: the mask.
+        starts: ``[B]`` padding columns of each row.
+        among_new: ``[B, q, q]`` which of the new tokens their queries see; None before somebody asked.
+    """
+
+    mask: Tensor
+    starts: Ints
+    among_new: Tensor | None = None
 
 
 class BitLedger:

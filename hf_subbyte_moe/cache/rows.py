@@ -15,13 +15,14 @@ from torch import Tensor
 
 from hf_subbyte_moe.cache.balance import KeyBalance
 from hf_subbyte_moe.cache.groups import RowGroup
-from hf_subbyte_moe.cache.prompts import PromptQueries
+from hf_subbyte_moe.cache.prompts import SampledQueries
 from hf_subbyte_moe.codecs import Codec, Table
 from hf_subbyte_moe.codecs.codebooks import fit_centroids, fit_table, universal_table
 from hf_subbyte_moe.codecs.rotation import rotation_matrix, rotation_signs
 from hf_subbyte_moe.codecs.shaping import Shaping, normalized, second_moment
 from hf_subbyte_moe.ops import TILE_TOKENS, Order, normalize_tokens, split_outliers
 from hf_subbyte_moe.policy import KEYS, VALUES, SideCodec, side_codec
+from hf_subbyte_moe.transfers import upload
 
 
 _MOMENT_QUERIES = 1024  # of a prompt, at most
@@ -33,6 +34,14 @@ _MIN_QUERIES = 8  # that tell more than no metric
 def _plain(table: Tensor) -> Tensor:
     """``[entries, vector_dim]`` fp32 of a table ``[1, 1, entries, vector_dim]`` that everybody shares."""
     return table[0, 0].float()
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _moment_positions(tokens: int, device: torch.device) -> Tensor:
+    """Uploaded once for all layers: not the first ones, which see little."""
+    first, count = tokens // 4, min(tokens - tokens // 4, _MOMENT_QUERIES)
+    return upload(torch.linspace(first, tokens - 1, count, dtype=torch.float32).long(), device)
 
 
 class RowCodecs:
@@ -82,7 +91,7 @@ class RowCodecs:
         self._shapings: dict[tuple[int, ...], Shaping] = {}
         if self._by_queries:
             self._moments = torch.zeros(batch, heads, key_dim, key_dim, dtype=torch.float16, device=device)
-        self._metric = None if metric is None else metric.to(device)
+        self._metric = None if metric is None else upload(metric, device)
         self.orders = (Order.KEYS, Order.KEYS if latent else Order.VALUES)
         self.frozen = np.zeros(batch, dtype=bool)
         self.mean = torch.zeros(batch, heads, key_dim, dtype=torch.float32, device=device)
@@ -147,15 +156,15 @@ class RowCodecs:
         for key in [key for key in self._shapings if not set(key).isdisjoint(rows)]:
             del self._shapings[key]
 
-    def see_queries(self, rows: RowGroup, queries: PromptQueries) -> None:
-        """Let some rows' keys know these rows' queries ``[b, HQ, q, D]``: those of a prompt, or of a piece of it."""
-        tokens = queries.query.shape[2]
-        if not self._by_queries or tokens < _MIN_QUERIES:
+    def moment_positions(self, tokens: int) -> Tensor | None:
+        """``[M]`` places of the queries, among so many, that :meth:`see_queries` looks at; None where it does not."""
+        return _moment_positions(tokens, self.mean.device) if self._by_queries and tokens >= _MIN_QUERIES else None
+
+    def see_queries(self, rows: RowGroup, queries: SampledQueries) -> None:
+        """Let some rows' keys know these rows' queries: those of a prompt, or of a piece of it."""
+        if queries.moment is None:
             return
-        # not the first ones, which see little
-        first, count = tokens // 4, min(tokens - tokens // 4, _MOMENT_QUERIES)
-        positions = torch.linspace(first, tokens - 1, count, dtype=torch.float32).long()
-        query = queries.sample(positions.to(queries.query.device)).float() @ self.rotations[KEYS].t()
+        query, tokens = queries.moment.float() @ self.rotations[KEYS].t(), queries.tokens
         heads, dim = self.mean.shape[1:]
         moment = second_moment(query.reshape(len(rows) * heads, -1, dim)).unflatten(0, (-1, heads))
         share = tokens / (tokens + int(self._seen[rows.first]))
@@ -163,6 +172,16 @@ class RowCodecs:
             self._moments.dtype
         )
         self._seen[rows.rows] += tokens
+        self._forget_shapings(rows.rows)
+
+    def saw_queries(self, rows: RowGroup) -> bool:
+        """Whether rows that are alike know queries."""
+        return bool(self._seen[rows.first])
+
+    def begin_again(self, rows: RowGroup) -> None:
+        """Rows without a tile forget what they were fitted to, and all queries."""
+        self.frozen[rows.rows] = False
+        self._seen[rows.rows] = 0
         self._forget_shapings(rows.rows)
 
     def moments(self) -> tuple[Tensor, NDArray[np.int64]] | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_subbyte_moe.accounting import pool_capacity
 from hf_subbyte_moe.ops import NO_PAGE, AttentionTiles, make_page, page_slots, page_tiers
+from hf_subbyte_moe.transfers import upload
 
 
 Pages = NDArray[np.int32]
@@ -56,7 +57,7 @@ class TilePool:
         if slots[-1] - slots[0] == len(slots) - 1:  # ascending, so these are neighbours: nothing to upload
             self.records[slots[0] : slots[-1] + 1] = records
         else:
-            self.records[torch.from_numpy(slots).to(self.records.device)] = records
+            self.records[upload(slots, self.records.device)] = records
 
     def make_room(self, count: int, more: int) -> None:
         """Where there is no room for ``count`` records more, make room for ``more`` of them."""
@@ -140,7 +141,7 @@ class TileStore:
     def pages(self, side: int) -> Tensor:
         """``[B, H, T]`` int32 on the device, T the tiles of the longest row."""
         if self._device_pages is None:
-            self._device_pages = torch.from_numpy(self._pages).to(self._device)
+            self._device_pages = upload(self._pages, self._device)
         longest = int(self.counts.max(initial=0))
         return self._device_pages[side, :, :, :longest]
 

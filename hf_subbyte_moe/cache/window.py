@@ -9,7 +9,6 @@ Source: attention sinks, StreamingLLM (arXiv 2309.17453); exact recent window, K
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_subbyte_moe.ops import TILE_TOKENS
+from hf_subbyte_moe.transfers import upload
 
 
 Ints = NDArray[np.int64]
@@ -65,7 +65,7 @@ class ExactWindow:
         if len(slots) and slots[-1] - slots[0] == len(slots) - 1:  # neighbours: nothing to upload
             part = slice(int(slots[0]), int(slots[-1]) + 1)
             return self.keys[rows, :, part].clone(), self.values[rows, :, part].clone()
-        index = torch.from_numpy(slots).to(self.keys.device)
+        index = upload(slots, self.keys.device)
         return self.keys[rows].index_select(-2, index), self.values[rows].index_select(-2, index)
 
     def visible(self, lengths: Ints, first_recent: Ints) -> Tensor:
@@ -75,7 +75,8 @@ class ExactWindow:
     def visible_ahead(self, lengths: Ints, first_recent: Ints, steps: int) -> Tensor:
         """``[steps + 1, B, 1, slots]`` bool: now, and after each of so many tokens more that take free slots."""
         since = self.visible_since(lengths, first_recent)
-        return self.upload((since <= np.arange(steps + 1, dtype=np.int32)[:, None, None])[:, :, None])
+        seen = (since <= np.arange(steps + 1, dtype=np.int32)[:, None, None])[:, :, None]
+        return upload(seen, self.keys.device)
 
     def visible_since(self, lengths: Ints, first_recent: Ints) -> NDArray[np.int32]:
         """``[B, slots]``: after how many tokens more, that take free slots, a slot holds one; 0 for now."""
@@ -90,11 +91,6 @@ class ExactWindow:
         wait = np.where(in_ring < 0, slot, next_ring + (slot - next_ring) % self.ring) - length
         since: NDArray[np.int32] = np.where(held, 0, wait + 1).astype(np.int32)
         return since
-
-    def upload(self, array: NDArray[Any]) -> Tensor:
-        """An array on the window's device. CUDA has read it when it returns, so there is no need to wait for it."""
-        device = self.keys.device
-        return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
     def widen(self, tokens: int, lengths: Ints, first_recent: Ints) -> None:
         """Make the ring longer; the rows' tokens from ``first_recent`` on keep their places in the row."""
@@ -174,4 +170,4 @@ class StepsAhead:
                 views.append([view for part in parts if part.shape[2] for view in part.split(1, 2)])
             return list(zip(*views, strict=True))
         buffers = size * np.arange(rows * heads).reshape(rows, heads)
-        return window.upload((slots[:, :, None] + buffers).reshape(self.left, -1)).unbind(0)
+        return upload((slots[:, :, None] + buffers).reshape(self.left, -1), window.keys.device).unbind(0)

@@ -12,7 +12,7 @@ layer's whole attention output, so they compare between heads, sides and layers.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -37,8 +37,8 @@ from hf_subbyte_moe.ops import (
     probe_attention,
     unpack_tiles,
 )
-from hf_subbyte_moe.policy.allocation import Floats
 from hf_subbyte_moe.policy.policies import KEYS, VALUES, Measured, Needs, prior_errors, side_codec
+from hf_subbyte_moe.transfers import Answers, upload
 
 
 SAMPLED_QUERIES = 64
@@ -151,7 +151,7 @@ def sample_positions(queries: int) -> Tensor:
 @torch.inference_mode(False)
 def positions_on(queries: int, device: torch.device) -> Tensor:
     """:func:`sample_positions` on a device, uploaded once for all layers; never write to it."""
-    return sample_positions(queries).to(device)
+    return upload(sample_positions(queries), device)
 
 
 def plain_weight(linear: object, like: Tensor) -> Tensor | None:
@@ -273,8 +273,9 @@ class RowProbe:
         first_tile: int,
         tiles: int,
         candidates: Sequence[Codec],
+        answers: Answers,
         needs: Needs | None = None,
-    ) -> list[Measured]:
+    ) -> Callable[[], list[Measured]]:
         """Entropy, mass and the error of every candidate tier for one chunk of each row.
 
         Args:
@@ -284,9 +285,13 @@ class RowProbe:
             first_tile: the chunk's first tile.
             tiles: its tiles.
             candidates: tiers to measure.
+            answers: to ask for what is measured.
             needs: what the policy wants to know; everything if None.
+
+        Returns:
+            What gives it for each row, once the answers were sent.
         """
-        needs = needs or Needs()
+        needs, shape = needs or Needs(), (self.rows, self._row_heads)
         keys, _ = attention_states(*states, self._latent)
         stats = attention_statistics(
             self.query, self.query_index, self.lse, keys, first_index, self._form.scaling, self._form.softcap
@@ -299,15 +304,20 @@ class RowProbe:
             # [B * H]: everything's weight over that of the probed tokens
             share = torch.where(covered > 0, total / covered.clamp(min=torch.finfo(torch.float32).tiny), 0)
             measured = self._tier_errors(states, probed, first_index, sides, candidates) * share[:, None, None]
-            found = _floats(entropy, stats.mass, measured)
+            numbers = answers.ask(entropy, stats.mass, measured)
         else:
-            known = prior_errors(candidates, self._row_heads) if needs.known is None else needs.known
-            found = [*_floats(entropy, stats.mass), np.tile(known, (self.rows, 1, 1))]
-        by_row = (part.reshape(self.rows, self._row_heads, *part.shape[1:]) for part in found)
-        return [
-            Measured(first_tile, tiles, seen, mass, errors, candidates)
-            for seen, mass, errors in zip(*by_row, strict=True)
-        ]
+            numbers = answers.ask(entropy, stats.mass)
+
+        def found() -> list[Measured]:
+            known = prior_errors(candidates, shape[1]) if needs.known is None else needs.known
+            told = numbers() if needs.errors else [*numbers(), np.tile(known, (shape[0], 1, 1))]
+            by_row = (part.reshape(*shape, *part.shape[1:]) for part in told)
+            return [
+                Measured(first_tile, tiles, seen, mass, errors, candidates)
+                for seen, mass, errors in zip(*by_row, strict=True)
+            ]
+
+        return found
 
     def _seen_entropy(self, keys: Tensor, first_index: int) -> Tensor:
         """``[B * H]`` entropy of the chunk's own queries, or of all if it has none, over everything that they see."""
@@ -396,10 +406,3 @@ def _filled(states: Tensor) -> Tensor:
     """``[H, J, D]`` tokens, filled up to whole tiles with copies of the last one."""
     missing = -states.shape[1] % TILE_TOKENS
     return torch.cat([states, states[:, -1:].expand(-1, missing, -1)], dim=1) if missing else states
-
-
-def _floats(*tensors: Tensor) -> list[Floats]:
-    """The same on the host, with one wait for the device."""
-    together = torch.cat([tensor.detach().float().flatten() for tensor in tensors]).cpu().numpy().astype(np.float64)
-    parts = np.split(together, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
-    return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,6 +1,7 @@
 """What a probe measures against really replacing keys and values and attending again."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from hf_subbyte_moe.policy import (
 )
 from hf_subbyte_moe.policy import statistics as statistics_module
 from hf_subbyte_moe.policy.policies import prior_errors
+from hf_subbyte_moe.transfers import Answers
 from subbyte_kernels.lanes import Order
 from support.packing import CPU, gaussian, packed_side, rotation
 
@@ -43,6 +45,13 @@ def tables(candidates: tuple[Codec, ...]) -> dict[int, Tensor]:
     return found
 
 
+def measure(probe: RowProbe, *chunk: Any, needs: Needs | None = None) -> statistics_module.Measured:
+    answers = Answers()
+    found = probe.measure(*chunk, answers, needs)
+    answers.send()
+    return found()[0]
+
+
 @dataclass
 class Row:
     """One row: 4 tokens before the chunk, the chunk, 5 tokens after it, and queries that see them causally."""
@@ -59,7 +68,7 @@ class Row:
 
     def measure(self, candidates: tuple[Codec, ...] = CANDIDATES) -> statistics_module.Measured:
         keys, values = self.exact.keys[0, :, self.chunk], self.exact.values[0, :, self.chunk]
-        return self.probe().measure((keys, values), FIRST, self.sides, 0, 1, candidates)[0]
+        return measure(self.probe(), (keys, values), FIRST, self.sides, 0, 1, candidates)
 
     def attend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Layer output ``[S, hidden]`` and probabilities ``[HQ, S, E]``, fp64."""
@@ -194,7 +203,7 @@ def test_the_entropy_of_a_chunk_is_that_of_its_own_queries() -> None:
     assert int(inside.sum()) == 2
     np.testing.assert_allclose(row.measure().entropy, entropy[:, :, inside].mean((1, 2)), rtol=1e-5)
     keys, values = row.exact.keys[0, :, :FIRST], row.exact.values[0, :, :FIRST]  # no query was sampled in here
-    first = row.probe().measure((keys, values), 0, row.sides, 7, 3, CANDIDATES)[0]
+    first = measure(row.probe(), (keys, values), 0, row.sides, 7, 3, CANDIDATES)
     np.testing.assert_allclose(first.entropy, entropy.mean((1, 2)), rtol=1e-5)
     assert (first.first_tile, first.tiles) == (7, 3)
 
@@ -212,7 +221,7 @@ def test_residual_entropy_is_that_of_the_softmax_over_the_chunk_alone(
     seen = ~hidden.all(-1)
     entropy = torch.special.entr(scores.masked_fill(hidden, -torch.inf)[:, seen].softmax(-1)).sum(-1) / np.log(2)
     needs = Needs(errors=False, residual=True)
-    measured = row.probe().measure((keys, values), FIRST, row.sides, 0, 1, CANDIDATES, needs)[0]
+    measured = measure(row.probe(), (keys, values), FIRST, row.sides, 0, 1, CANDIDATES, needs=needs)
     np.testing.assert_allclose(measured.entropy, entropy.unflatten(0, (HEADS, 2)).mean((1, 2)), rtol=1e-4)
     np.testing.assert_allclose(measured.mass, row.measure().mass)
     np.testing.assert_array_equal(measured.errors, prior_errors(CANDIDATES, HEADS))
@@ -237,7 +246,7 @@ def test_packed_tiles_count_as_context() -> None:
     torch.testing.assert_close(packed.entropy, dense.entropy, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(packed.lse, dense.lse)
     chunk = row.exact.keys[0, :, row.chunk], row.exact.values[0, :, row.chunk]
-    errors = [probe.measure(chunk, FIRST, row.sides, 0, 1, CANDIDATES)[0].errors for probe in (packed, dense)]
+    errors = [measure(probe, chunk, FIRST, row.sides, 0, 1, CANDIDATES).errors for probe in (packed, dense)]
     np.testing.assert_allclose(errors[0], errors[1], rtol=1e-3)
 
 

@@ -1,0 +1,72 @@
+"""Numbers between the host and a GPU that nobody waits for.
+
+A GPU works through what it was given while the host prepares more. A host that looks at a tensor waits until all of
+that is done, and the GPU then has nothing to do until the host has caught up. So what the host must know is asked for
+together, comes while both go on, and is read when it has had the time to come.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+Floats = NDArray[np.float64]
+
+
+def waits_cost(states: Tensor) -> bool:
+    """Whether the host should run ahead of what computes these states; elsewhere it looks at once."""
+    return states.is_cuda
+
+
+def upload(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
+    """Values on a device. What they were given in may be changed as soon as this returns, unless it lay there."""
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)  # out of other memory, more than 64 KiB would wait
+
+
+class Answers:
+    """What the host wants to know about tensors of one device: asked together, read later, with one wait."""
+
+    def __init__(self) -> None:
+        self._asked: list[Tensor] = []
+        self._sent: Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+        self._found: list[Floats] | None = None
+
+    def ask(self, *tensors: Tensor) -> Callable[[], list[Floats]]:
+        """Want the values of tensors, as fp32 holds them; what is returned gives them, once they were sent."""
+        first = len(self._asked)
+        self._asked += [tensor.detach() for tensor in tensors]
+        part = slice(first, len(self._asked))
+        return lambda: self._read()[part]
+
+    def send(self) -> None:
+        """Let all that was asked for come to the host."""
+        if not self._asked:
+            return
+        together = torch.cat([tensor.float().flatten() for tensor in self._asked])
+        self._sent = together.to("cpu", non_blocking=together.is_cuda)  # which means pinned memory
+        if together.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(together.device))
+
+    def _read(self) -> list[Floats]:
+        if self._found is None:
+            self._found = self._arrived()
+        return self._found
+
+    def _arrived(self) -> list[Floats]:
+        if not self._asked:
+            return []
+        assert self._sent is not None
+        if self._event is not None:
+            self._event.synchronize()
+        values = self._sent.numpy().astype(np.float64)
+        parts = np.split(values, np.cumsum([tensor.numel() for tensor in self._asked])[:-1])
+        return [part.reshape(tensor.shape) for part, tensor in zip(parts, self._asked, strict=True)]
