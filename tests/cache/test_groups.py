@@ -11,12 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_subbyte_moe.cache import EntropySubbyteLayer
 from hf_subbyte_moe.cache.groups import RowGroup, group_rows
 from hf_subbyte_moe.cache.prompts import PromptQueries
-from hf_subbyte_moe.ops import TILE_TOKENS
 from hf_subbyte_moe.policy import AttentionForm
 from hf_subbyte_moe.policy import statistics as statistics_module
-from subbyte_kernels.formats import TileFormat
 from support.layers import make_layer, states
-from support.packing import CPU
+from support.packing import CPU, packed_at_once, shaped_at_once, unpacked_at_once
 
 
 HEADS, DIM, GROUP = 2, 64, 2
@@ -32,20 +30,6 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         return function(*args, **(kwargs or {}))
-
-
-def packed_at_once(tiles: Tensor, fmt: TileFormat, *args: Any) -> Tensor:
-    """In place of packing: one operation, as with a kernel."""
-    count = len(tiles) if args[-1] is None else len(args[-1][0])
-    return torch.zeros(count, fmt.record_words(tiles.shape[-1], tiles.element_size()), dtype=torch.int32)
-
-
-def shaped_at_once(tiles: Tensor, heads: Tensor, codec: Any, *args: Any) -> Tensor:
-    return packed_at_once(tiles, codec.format, args[-1])
-
-
-def unpacked_at_once(records: Tensor, fmt: TileFormat, table: Any, rows: Any, rotation: Tensor, *args: Any) -> Tensor:
-    return torch.zeros(len(records), TILE_TOKENS, rotation.shape[0])
 
 
 def prompt_queries(rows: int, tokens: int) -> PromptQueries:

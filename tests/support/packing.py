@@ -1,6 +1,7 @@
 """Packed tiles for tests: tables of a tier, one round trip, and whole sides with their dense values."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,3 +152,17 @@ def packed_side(
         signs=rotation_signs(dim, CPU),
     )
     return side, dense
+
+
+def packed_at_once(tiles: Tensor, fmt: TileFormat, *args: Any) -> Tensor:
+    """In place of packing: one operation, as with a kernel."""
+    count = len(tiles) if args[-1] is None else len(args[-1][0])
+    return torch.zeros(count, fmt.record_words(tiles.shape[-1], tiles.element_size()), dtype=torch.int32)
+
+
+def shaped_at_once(tiles: Tensor, heads: Tensor, codec: Any, *args: Any) -> Tensor:
+    return packed_at_once(tiles, codec.format, args[-1])
+
+
+def unpacked_at_once(records: Tensor, fmt: TileFormat, table: Any, rows: Any, rotation: Tensor, *args: Any) -> Tensor:
+    return torch.zeros(len(records), TILE_TOKENS, rotation.shape[0])
