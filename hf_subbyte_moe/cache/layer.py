@@ -190,11 +190,8 @@ class EntropySubbyteLayer(SettlingLayer):
         self.pack_due()
         self.rows.append(key_states, value_states, layout)
 
-    def pack_due(self, at_once: int | None = None) -> None:
+    def pack_due(self) -> None:
         """Pack the oldest tile of rows whose window has no room for another token, all or none.
-
-        Args:
-            at_once: pools that are full grow by so many tiles of a row; None: as they do in any case.
 
         Raises:
             ValueError: a tile holds NaN or Inf.
@@ -206,8 +203,6 @@ class EntropySubbyteLayer(SettlingLayer):
                     "tokens that were stored earlier hold NaN or Inf; crop them away or start with a new cache"
                 )
         for rows, key, value in due:
-            if at_once is not None:
-                self.rows.make_room(rows, at_once)
             self.rows.pack_oldest(rows, key, value)
 
     def get_seq_length(self) -> int:

@@ -131,11 +131,18 @@ class PackedRows(StoredRows):
         self.lengths = lengths
         self._ahead = None
 
-    def make_room(self, rows: RowGroup, tiles: int) -> None:
-        """Where pools have no room for the next tile of some rows, let them grow by so many of a row's at once."""
-        if self.settled[rows.first]:
-            for side in (KEYS, VALUES):
-                self.store.make_room(side, self.choices.later(rows)[..., side], tiles)
+    def has_room(self) -> bool:
+        """Whether the tiles that are due before another token fit into pools as they are, as far as that is known."""
+        due = [rows for rows in self.rows_due(1) if self.settled[rows.first]]
+        sides = (KEYS, VALUES)
+        return all(self.store.has_room(side, self.choices.later(rows)[..., side]) for rows in due for side in sides)
+
+    def make_room(self, tiles: int) -> None:
+        """Let pools grow until the tiles that are due before another token fit, and so many of each row."""
+        for rows in self.rows_due(1):
+            if self.settled[rows.first]:
+                for side in (KEYS, VALUES):
+                    self.store.make_room(side, self.choices.later(rows)[..., side], tiles)
 
     def takes_another(self, layout: object) -> bool:
         """Whether rows and tiles are as :meth:`append` left them after a token of this layout, and none is due."""

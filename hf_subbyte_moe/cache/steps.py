@@ -110,9 +110,16 @@ class CacheSteps:
         self._settle()
 
     def _flush(self) -> None:
-        """Pack the tiles that are due before another token."""
+        """Pack the tiles that are due before another token.
+
+        A pool that grows moves, and steps are captured again. So where one must grow, all do that would have to soon.
+        """
+        ahead = tiles_ahead(max(int(layer.rows.store.counts.max(initial=0)) for layer in self._layers))
+        if not all(layer.rows.has_room() for layer in self._layers):
+            for layer in self._layers:
+                layer.rows.make_room(ahead)
         for layer in self._layers:
-            layer.pack_due(tiles_ahead(int(layer.rows.store.counts.max(initial=0))))
+            layer.pack_due()
         self._settle()
 
     def _settle(self) -> None:

@@ -7,7 +7,7 @@ or tiles were dropped, slots that no page names any more are free, and the lowes
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from hf_subbyte_moe.transfers import upload
 
 
 Pages = NDArray[np.int32]
+_TILES_AT_ONCE = 8
 
 
 class TilePool:
@@ -59,11 +60,13 @@ class TilePool:
         else:
             self.records[upload(slots, self.records.device)] = records
 
-    def make_room(self, count: int, more: int) -> None:
-        """Where there is no room for ``count`` records more, make room for ``more`` of them."""
-        used = self.peak - len(self._free)
-        if used + count > self.records.shape[0]:
-            self._hold(used + more)
+    def has_room(self, count: int) -> bool:
+        """Whether so many records more fit without the pool growing."""
+        return self.peak - len(self._free) + count <= self.records.shape[0]
+
+    def make_room(self, count: int) -> None:
+        """Grow, if need be, until so many records more fit."""
+        self._hold(self.peak - len(self._free) + count)
 
     def keep_only(self, used: Pages) -> None:
         """Free every slot that is not in ``used`` (any order, any number of times)."""
@@ -130,13 +133,22 @@ class TileStore:
         self._pages[side, places[:, 0], places[:, 1], places[:, 2]] = make_page(tier_id, 0) | slots
         self._changed()
 
+    def has_room(self, side: int, tier_ids: NDArray[np.int64]) -> bool:
+        """Whether pools hold a tile more of each head in tiers ``[..., H]`` without growing."""
+        return all(pool.has_room(count) for pool, count in self._needed(side, tier_ids))
+
     def make_room(self, side: int, tier_ids: NDArray[np.int64], at_once: int) -> None:
-        """Pools without room for a tile of each head in tiers ``[..., H]`` grow by so many of a row at once."""
+        """Let pools grow until some tiles more of each head fit, and at least so many of one row."""
         rows = tier_ids.size // tier_ids.shape[-1]
+        for pool, count in self._needed(side, tier_ids):
+            pool.make_room(max(_TILES_AT_ONCE * count, math.ceil(count / rows) * at_once))
+
+    def _needed(self, side: int, tier_ids: NDArray[np.int64]) -> Iterator[tuple[TilePool, int]]:
+        """Pools that exist, and how many tiles of the given tiers go there."""
         for tier_id, count in zip(*np.unique(tier_ids, return_counts=True), strict=True):
             pool = self._pools.get((int(tier_id), self._widths[side]))
             if pool is not None:
-                pool.make_room(int(count), max(int(count), math.ceil(count / rows) * at_once))
+                yield pool, int(count)
 
     def pages(self, side: int) -> Tensor:
         """``[B, H, T]`` int32 on the device, T the tiles of the longest row."""

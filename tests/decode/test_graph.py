@@ -63,7 +63,7 @@ def test_replays_equal_the_same_steps_without_a_graph(
     replayed, graph = forced(model, ids, cache)
     assert graph.is_fused == fused
     assert graph.replays == STEPS - graph.captures  # a warm-up for each capture
-    assert graph.captures <= 2  # flushes do not capture again, but for a pool that grew
+    assert graph.captures <= 2  # flushes do not capture again, but for pools that grew
     monkeypatch.setattr(runner, "_GRAPHED", ())
     monkeypatch.setattr(runner, "_UNGRAPHED", ("cuda",))
     model.forward._room = None
@@ -73,7 +73,7 @@ def test_replays_equal_the_same_steps_without_a_graph(
     hf_subbyte_moe.apply(model, {"kv_cache": MIXED})
     eager, _ = forced(model, ids, cache)
     error = (replayed.float() - eager.float()).abs().max()
-    assert error <= 0.03 * eager.float().abs().max()  # other sums of the same numbers in bf16
+    assert error <= 0.05 * eager.float().abs().max()  # other sums of the same numbers in bf16
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen3_moe"])
