@@ -17,8 +17,13 @@ from support.models import tiny_model
 WORKERS = Path(workers.__file__)
 
 
-def launched(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node")
+# several processes on a CPU: without --multi_gpu accelerate wants MPI for them
+ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_machines=1", "--num_processes")
+
+
+def launched(ranks: int, *arguments: str, by: tuple[str, ...] = TORCHRUN) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *by, str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         [*command, *arguments], env=environment, capture_output=True, text=True, timeout=280, check=False
@@ -86,12 +91,13 @@ def test_experts_lie_where_their_clusters_do(shared: tuple[int, dict[str, Any]])
 BENCH = ("-m", "hf_subbyte_moe.cli", "bench", "latency", "--model", "toy", "--layers", "2", "--tokens", "16")
 
 
-def test_ranks_time_one_model_and_one_tells(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+def test_ranks_time_one_model_and_one_tells(launcher: tuple[str, ...], tmp_path: Path) -> None:
     """Rows are of both ranks, caches of one rank's heads; the table is printed once."""
     file = tmp_path / "rows.json"
     systems = ("stock default", "cache", "+ router")
     names = [word for name in systems for word in ("--system", name)]
-    done = launched(2, *BENCH, "--context", "64", "--fill", *names, "--json", str(file))
+    done = launched(2, *BENCH, "--context", "64", "--fill", *names, "--json", str(file), by=launcher)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert [(row["system"], row["gpus"], row["layers"], row["device"]) for row in rows] == [
