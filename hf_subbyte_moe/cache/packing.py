@@ -5,6 +5,7 @@ same calls.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -133,16 +134,20 @@ class PackedRows(StoredRows):
 
     def has_room(self) -> bool:
         """Whether the tiles that are due before another token fit into pools as they are, as far as that is known."""
-        due = [rows for rows in self.rows_due(1) if self.settled[rows.first]]
-        sides = (KEYS, VALUES)
-        return all(self.store.has_room(side, self.choices.later(rows)[..., side]) for rows in due for side in sides)
+        return self.store.has_room(self._due_tiles()[0])
 
     def make_room(self, tiles: int) -> None:
-        """Let pools grow until the tiles that are due before another token fit, and so many of each row."""
-        for rows in self.rows_due(1):
-            if self.settled[rows.first]:
-                for side in (KEYS, VALUES):
-                    self.store.make_room(side, self.choices.later(rows)[..., side], tiles)
+        """Let pools grow until the tiles that are due before another token fit some times, and so many of each row."""
+        due, rows = self._due_tiles()
+        self.store.make_room(due, rows, tiles)
+
+    def _due_tiles(self) -> tuple[Counter[tuple[int, int]], int]:
+        """Tiles that are due before another token and whose tiers are settled, by pool; and of how many rows."""
+        due = [rows for rows in self.rows_due(1) if self.settled[rows.first]]
+        found: Counter[tuple[int, int]] = Counter()
+        for rows, side in itertools.product(due, (KEYS, VALUES)):
+            found += self.store.pool_keys(side, self.choices.later(rows)[..., side])
+        return found, sum(map(len, due))
 
     def takes_another(self, layout: object) -> bool:
         """Whether rows and tiles are as :meth:`append` left them after a token of this layout, and none is due."""

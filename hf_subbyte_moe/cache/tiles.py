@@ -7,7 +7,8 @@ or tiles were dropped, slots that no page names any more are free, and the lowes
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -43,7 +44,8 @@ class TilePool:
         fresh = count - len(reused)
         slots = [*reused, *range(self.peak, self.peak + fresh)]
         self.peak += fresh
-        self._hold(pool_capacity(self.peak))
+        if self.peak > self.records.shape[0]:  # room that was made is used up before
+            self._hold(pool_capacity(self.peak))
         return slots
 
     @torch.inference_mode(False)
@@ -133,22 +135,22 @@ class TileStore:
         self._pages[side, places[:, 0], places[:, 1], places[:, 2]] = make_page(tier_id, 0) | slots
         self._changed()
 
-    def has_room(self, side: int, tier_ids: NDArray[np.int64]) -> bool:
-        """Whether pools hold a tile more of each head in tiers ``[..., H]`` without growing."""
-        return all(pool.has_room(count) for pool, count in self._needed(side, tier_ids))
+    def pool_keys(self, side: int, tier_ids: NDArray[np.int64]) -> Counter[tuple[int, int]]:
+        """In which pools, by tier and width, tiles of these tiers lie, and how many; both sides may share one."""
+        tiers, counts = np.unique(tier_ids, return_counts=True)
+        return Counter(
+            {(int(tier), self._widths[side]): int(count) for tier, count in zip(tiers, counts, strict=True)}
+        )
 
-    def make_room(self, side: int, tier_ids: NDArray[np.int64], at_once: int) -> None:
-        """Let pools grow until some tiles more of each head fit, and at least so many of one row."""
-        rows = tier_ids.size // tier_ids.shape[-1]
-        for pool, count in self._needed(side, tier_ids):
-            pool.make_room(max(_TILES_AT_ONCE * count, math.ceil(count / rows) * at_once))
+    def has_room(self, tiles: Mapping[tuple[int, int], int]) -> bool:
+        """Whether pools hold so many tiles more without growing; a pool that is not there yet is not asked."""
+        return all(self._pools[key].has_room(count) for key, count in tiles.items() if key in self._pools)
 
-    def _needed(self, side: int, tier_ids: NDArray[np.int64]) -> Iterator[tuple[TilePool, int]]:
-        """Pools that exist, and how many tiles of the given tiers go there."""
-        for tier_id, count in zip(*np.unique(tier_ids, return_counts=True), strict=True):
-            pool = self._pools.get((int(tier_id), self._widths[side]))
-            if pool is not None:
-                yield pool, int(count)
+    def make_room(self, tiles: Mapping[tuple[int, int], int], rows: int, at_once: int) -> None:
+        """Let pools grow until some times as many tiles of some rows fit, and at least so many of one row."""
+        for key, count in tiles.items():
+            if key in self._pools:
+                self._pools[key].make_room(max(_TILES_AT_ONCE * count, math.ceil(count / rows) * at_once))
 
     def pages(self, side: int) -> Tensor:
         """``[B, H, T]`` int32 on the device, T the tiles of the longest row."""

@@ -178,7 +178,7 @@ def test_room_for_more_tiles_is_not_read() -> None:
     store = cache.packed_layers[0].rows.store
     assert sum(store.tile_counts().values()) == 2 * 2 * 4  # sides, heads, tiles
     held, spare = cache.allocated_bytes(), spare_bytes(cache)
-    store.make_room(0, page_tiers(store.pages(0)[0, :, 0]).numpy(), 50)
+    store.make_room(store.pool_keys(0, page_tiers(store.pages(0)[0, :, 0]).numpy()), 1, 50)
     assert cache.allocated_bytes() > held
     assert cache.allocated_bytes() - held == spare_bytes(cache) - spare
 

@@ -100,30 +100,6 @@ def test_fused_steps_are_the_models_own_but_for_rounding(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_pools_of_all_tiers_and_layers_grow_together() -> None:
-    sizes = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    options = {"kv_cache": {"bits": 3.0}, "decode": {"cuda_graph": True}}
-    model = hf_subbyte_moe.apply(tiny_model("qwen3_moe", **sizes), options)
-    cache, ids = EntropySubbyteCache(model.config, bits=3.0), prompt(700, 9)
-    moves, places = 0, {}
-    with torch.no_grad():
-        model(ids, **{CACHE_KW: cache})
-        for step in range(340):
-            model(ids[:, step, None], **{CACHE_KW: cache})
-            now = {(layer, tier): pool.records.data_ptr() for layer, tier, pool in pools_of(cache)}
-            moves += any(places.get(key, place) != place for key, place in now.items())
-            places = now
-    assert len(places) >= 6  # layers and tiers
-    assert cache.layers[0].rows.store.counts.tolist() == [7] * 9  # after three flushes
-    assert moves == 1
-
-
-def pools_of(cache: EntropySubbyteCache) -> list[tuple[int, int, Any]]:
-    layers = cache.packed_layers.items()
-    return [(index, key[0], pool) for index, layer in layers for key, pool in layer.rows.store._pools.items()]
-
-
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("rows", "fused"), [(3, True), (16, True), (17, False)])
 def test_rows_go_through_fused_kernels_together(rows: int, fused: bool) -> None:
     plain, stepped = both("mixtral", LOSSY)
