@@ -323,7 +323,7 @@ class DecodeConfig(_Section):
             whose sums are those of a step without a graph.
         projections: what fused steps read of attention's projections: ``"model"`` (the model's own weights) or
             ``"int4"``, copies with a scale for each 32 values, made when a first step needs them. The model keeps its
-            weights, and prompts are computed from them.
+            weights, and prompts are computed from them; weights written through ``.data`` need ``apply()`` again.
     """
 
     section: ClassVar[str] = "decode"

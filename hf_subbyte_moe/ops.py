@@ -39,7 +39,7 @@ from subbyte_kernels.pack_tiles import unpack_tiles as selected_unpacking
 from subbyte_kernels.pack_tiles.reference import lattice_entries, nearest_entries, normalize_tokens, split_outliers
 from subbyte_kernels.rotary import HeadNorms, TokenPlace, rotary
 from subbyte_kernels.router import RouterMatrix, RouterSpec, router
-from subbyte_kernels.small_linear import MAX_LINEAR_TOKENS, PackedMatrix, packed_linear, small_linear
+from subbyte_kernels.small_linear import MAX_LINEAR_TOKENS, PackedMatrix, packed_linear, packed_obstacle, small_linear
 
 
 __all__ = [
@@ -82,6 +82,7 @@ __all__ = [
     "pack_codes",
     "pack_tiles",
     "packed_linear",
+    "packed_obstacle",
     "page_slots",
     "page_tiers",
     "probe_attention",

@@ -11,7 +11,8 @@ from transformers import MixtralConfig
 from typer.testing import CliRunner
 
 from hf_subbyte_moe import cli
-from hf_subbyte_moe.cli.bench_latency import _WEIGHT_BITS
+from hf_subbyte_moe.cli.bench_latency import _WEIGHT_BITS, PACKED, with_packed_projections
+from hf_subbyte_moe.cli.shapes import config_of
 from hf_subbyte_moe.codecs import get_codec
 from hf_subbyte_moe.config import KVCacheConfig
 from hf_subbyte_moe.roofline import H200, LayerCache, Shape, read_config, shape_of, step, steps
@@ -107,8 +108,9 @@ def test_every_measured_step_reaches_the_share_that_is_computed() -> None:
     rows = rows_of(RESULTS / "latency.json")
     assert {row["model"] for row in rows} >= {"Qwen3-30B-A3B", "Mixtral-8x7B", "Mixtral-8x22B"}
     for row in rows:
-        made = shape(row["model"], row["layers"])
+        made = shape_of(config_of(row["model"], row["layers"]), row["model"])
         made = replace(made, expert_bytes=made.expert_bytes * _WEIGHT_BITS[row["weights"]] / _WEIGHT_BITS["bf16"])
+        made = with_packed_projections(made) if row["system"] == PACKED else made
         assert row["policy"] == "uniform:vq2"
         bits = None if row["system"].startswith("stock") else get_codec("vq2").format.bits_per_value(128)
         floor = step(made, row["context"], row["batch"], row.get("gpus", 1), bits)

@@ -49,8 +49,8 @@ _OURS: dict[str, dict[str, Any]] = {
     "+ experts": {"kv_cache": {}, **_EXPERTS},
     "+ router": {"kv_cache": {}, **_ROUTERS},
     "+ graph": {"kv_cache": {}, **_ROUTERS, "decode": {"cuda_graph": True, "fused": False}},
-    "+ fused kernels": {"kv_cache": {}, **_ROUTERS, "decode": {"cuda_graph": True}},
-    PACKED: {"kv_cache": {}, **_ROUTERS, "decode": {"cuda_graph": True, "projections": "int4"}},
+    "+ fused kernels": {"kv_cache": {}, **_ROUTERS, "decode": {"cuda_graph": True, "fused": True}},
+    PACKED: {"kv_cache": {}, **_ROUTERS, "decode": {"cuda_graph": True, "fused": True, "projections": "int4"}},
 }
 SYSTEMS = (STOCK, STATIC, *_OURS)
 _INT4_BITS = 4.5
@@ -75,7 +75,7 @@ def roofline_ms(shape: Shape, batch: int, cache_bytes: int, rate: float, gpus: i
     return float(1e3 * (weights / gpus + cache_bytes) / rate)
 
 
-def _with_packed_projections(shape: Shape) -> Shape:
+def with_packed_projections(shape: Shape) -> Shape:
     """The same model with int4 in attention's projections: of queries and output, keys and values."""
     values = sum((layer.query_heads + layer.heads) * sum(layer.widths) for layer in shape.layers)
     saved = shape.hidden_size * values * (_WEIGHT_BITS[_BF16] - _INT4_BITS) / 8
@@ -176,7 +176,7 @@ def bench_latency(
             shape = replace(shape, expert_bytes=shape.expert_bytes * _WEIGHT_BITS[weights] / _WEIGHT_BITS[_BF16])
             for size, length in itertools.product(batch or [1], context or [1024]):
                 for cell, measured in _time(loaded, name, size, length, asked, console):
-                    read = _with_packed_projections(shape) if cell["system"] == PACKED else shape
+                    read = with_packed_projections(shape) if cell["system"] == PACKED else shape
                     limit = roofline_ms(read, size, measured.read_bytes, rate, ranks())
                     rows.add(_row(measured, limit, device.name, commit, **cell, layers=len(shape.layers)))
                     console.print(f"{cell} {rows.rows[-1]['ms_generate']:.2f} ms")
@@ -205,7 +205,11 @@ def _time(
         where = {"model": name, "weights": asked.weights, "context": context, "batch": batch}
         cell = {**where, "system": system, "policy": asked.policy, "gpus": ranks()}
         try:
-            yield cell, _run(model, system, ids, asked.tokens, {"policy": asked.policy}, asked.weights, asked.fill)
+            measured = _run(model, system, ids, asked.tokens, {"policy": asked.policy}, asked.weights, asked.fill)
+            if _OURS.get(system, {}).get("decode", {}).get("fused", False) and not measured.fused:
+                console.print(f"{cell}: left out, fused kernels do not compute these steps")
+                continue
+            yield cell, measured
         except torch.cuda.OutOfMemoryError as problem:
             if ranks() > 1:  # others may have room, and would wait for this one
                 raise

@@ -17,6 +17,7 @@ from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.cli.clock import DeviceClock
 from hf_subbyte_moe.cli.shapes import cached_widths
 from hf_subbyte_moe.compat import CACHE_KW, cache_of
+from hf_subbyte_moe.decode import StepRunner
 from hf_subbyte_moe.distributed.heads import head_ranks
 from hf_subbyte_moe.distributed.launch import rank
 
@@ -35,6 +36,7 @@ class Measured:
         peak_bytes: allocated at most; None on a CPU.
         cache_bytes: of keys and values at the end.
         read_bytes: of these, what a step reads: room for more is not read.
+        fused: whether fused kernels computed the steps; None where steps were no captured ones.
     """
 
     tokens_ms: list[float]
@@ -43,6 +45,7 @@ class Measured:
     peak_bytes: int | None
     cache_bytes: int
     read_bytes: int
+    fused: bool | None
 
 
 class _Clock(BaseStreamer):
@@ -111,6 +114,7 @@ def measure(
     lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
     settings = {**lengths, "do_sample": False, "return_dict_in_generate": True, **options}
     compiled = options.get("cache_implementation") == "static"  # and so are functions of ours, which they are not for
+    runner = vars(model).get("forward")
     with torch.no_grad(), _untimed() if compiled else _timed_steps(model, device) as steps:
         generate: Any = model.generate
         made = generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **settings)
@@ -120,7 +124,18 @@ def measure(
     first_ms = spans[0] if cache is None else None
     used = cache_of(made)
     held = cache_bytes(used)
-    return Measured(spans[1 + WARM_UP :], steps_ms, first_ms, device.peak_bytes(), held, held - spare_bytes(used))
+    graphed = (
+        runner.graphed(used) if isinstance(runner, StepRunner) and isinstance(used, EntropySubbyteCache) else None
+    )
+    return Measured(
+        tokens_ms=spans[1 + WARM_UP :],
+        steps_ms=steps_ms,
+        first_ms=first_ms,
+        peak_bytes=device.peak_bytes(),
+        cache_bytes=held,
+        read_bytes=held - spare_bytes(used),
+        fused=None if graphed is None else graphed.is_fused,
+    )
 
 
 def fill(model: PreTrainedModel, cache: Cache, like: Tensor) -> None:

@@ -22,7 +22,6 @@ from transformers.utils.generic import ModelOutput
 
 from hf_subbyte_moe.cache import ATTENTION_NAME, CacheSteps, EntropySubbyteCache, EntropySubbyteLayer
 from hf_subbyte_moe.compat import CACHE_KW
-from hf_subbyte_moe.config import MODEL_WEIGHTS
 from hf_subbyte_moe.experts.fused import fused_activation
 from hf_subbyte_moe.experts.quantized import PACKED, Packing
 from hf_subbyte_moe.ops import (
@@ -31,6 +30,7 @@ from hf_subbyte_moe.ops import (
     PackedMatrix,
     add_norm,
     packed_linear,
+    packed_obstacle,
     rotary,
     small_linear,
 )
@@ -44,7 +44,30 @@ _FAMILIES = ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe")
 _BLOCKS = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
 _found: weakref.WeakKeyDictionary[nn.Module, FusedRouter | None] = weakref.WeakKeyDictionary()
 _Linear = Callable[[Tensor], Tensor]
-_packed: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], PackedMatrix]] = weakref.WeakKeyDictionary()
+
+
+class PackedProjections:
+    """int4 copies of the projections of one model, each made once for as long as its weights stay what they are."""
+
+    def __init__(self) -> None:
+        self._made: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any, PackedMatrix]] = weakref.WeakKeyDictionary()
+
+    def of(self, module: nn.Module) -> PackedMatrix:
+        """The copy of a projection's weights.
+
+        Raises:
+            ValueError: it cannot be packed, or no kernel would read it; says why.
+        """
+        weight = _plain_linear(module)
+        state = (weight.data_ptr(), None if weight.is_inference() else weight._version)
+        known = self._made.get(module)
+        if known is None or known[0]() is not weight or known[1] != state:
+            known = self._made[module] = weakref.ref(weight), state, PackedMatrix.of(weight)
+        packed = known[2]
+        obstacle = packed_obstacle(weight[:1], [packed]) if weight.is_cuda else None
+        if obstacle is not None:  # the reference would unpack whole matrices in every step
+            raise ValueError(f"its projections cannot be read as int4: {obstacle}")
+        return packed
 
 
 @dataclass(frozen=True)
@@ -81,13 +104,13 @@ class _Experts:
 class FusedStep:
     """The single-token forward of one model."""
 
-    def __init__(self, model: PreTrainedModel, rows: int, projections: str = MODEL_WEIGHTS) -> None:
+    def __init__(self, model: PreTrainedModel, rows: int, copies: PackedProjections | None = None) -> None:
         """Read where its weights are.
 
         Args:
             model: of one of the families.
             rows: B.
-            projections: as the option of this name says.
+            copies: of attention's projections, to read in their place; None reads the model's own.
 
         Raises:
             ValueError: it is not built as expected, or there are too many rows; says how.
@@ -108,7 +131,7 @@ class FusedStep:
             raise ValueError("not every channel of a head is turned")
         self._is_moe = hasattr(self._layers[-1].mlp, "gate")
         self._feed_forward = [_feed_forward(layer.mlp) for layer in self._layers]
-        self._projections = [_projections(layer.self_attn, projections) for layer in self._layers]
+        self._projections = [_projections(layer.self_attn, copies) for layer in self._layers]
         for norm in [base.norm, *(part for layer in self._layers for part in _norms(layer))]:
             if not type(norm).__name__.endswith("RMSNorm") or not type(norm).__module__.startswith("transformers."):
                 raise ValueError(f"a norm is a {type(norm).__name__}")
@@ -179,28 +202,18 @@ def _plain_linear(module: Any) -> Tensor:
     return weight
 
 
-def _projections(attention: Any, weights: str) -> tuple[_Linear, _Linear]:
+def _projections(attention: Any, copies: PackedProjections | None) -> tuple[_Linear, _Linear]:
     """What makes queries, keys and values of states, and the output."""
     if "forward" in vars(attention):
         raise ValueError("an attention module was changed")
     *inputs, output = (getattr(attention, f"{name}_proj") for name in "qkvo")
-    if weights == MODEL_WEIGHTS:
+    if copies is None:
         plain = [[_plain_linear(module) for module in group] for group in (inputs, [output])]
         first, second = (functools.partial(small_linear, weights=group) for group in plain)
     else:
-        packed = [[_packed_linear(module) for module in group] for group in (inputs, [output])]
+        packed = [[copies.of(module) for module in group] for group in (inputs, [output])]
         first, second = (functools.partial(packed_linear, matrices=group) for group in packed)
     return first, second
-
-
-def _packed_linear(module: nn.Module) -> PackedMatrix:
-    """A projection's weights in int4, packed once for as long as they stay what they are."""
-    weight = _plain_linear(module)
-    state = weight.data_ptr(), weight._version
-    known = _packed.get(module)
-    if known is None or known[0] != state:
-        known = _packed[module] = state, PackedMatrix.of(weight)
-    return known[1]
 
 
 def _norms(layer: Any) -> list[nn.Module]:

@@ -18,7 +18,7 @@ from transformers.utils.generic import ModelOutput
 from hf_subbyte_moe.cache import EntropySubbyteCache, FixedAddressError, count_step, steps_obstacle
 from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.config import MODEL_WEIGHTS, DecodeConfig
-from hf_subbyte_moe.decode.fused import FusedStep
+from hf_subbyte_moe.decode.fused import FusedStep, PackedProjections
 from hf_subbyte_moe.decode.graph import CaptureError, CaptureRoom, GraphedStep
 from hf_subbyte_moe.experts import engine_of
 
@@ -55,6 +55,7 @@ class StepRunner:
         self._obstacles: weakref.WeakKeyDictionary[EntropySubbyteCache, str] = weakref.WeakKeyDictionary()
         self._obstacle: str | None = None  # the model's own
         self._weights: int | None = None  # where they lay when a step was prepared
+        self._copies = None if options.projections == MODEL_WEIGHTS else PackedProjections()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StepRunner":
         """For a copy of the model."""
@@ -124,12 +125,15 @@ class StepRunner:
                 self._room = CaptureRoom(ids.device)
             fused = self._fused_step(model, len(ids))
             steps = self._steps[cache] = GraphedStep(cache, ids, positions, self._room, fused)
-
+        else:
+            fused = None
         try:
             output = steps(self._plain, cache, ids, positions, {"use_cache": True, "return_dict": True})
         except (CaptureError, FixedAddressError):
             self._steps.pop(cache, None)
             raise
+        if fused is not None and not steps.is_fused:  # which the first step of a cache shows
+            self._say_unfused("the cache stores keys divided by factors")
         count_step(cache)
         return output
 
@@ -137,11 +141,14 @@ class StepRunner:
         if not self.options.fused:
             return None
         try:
-            return FusedStep(model, rows, self.options.projections)
+            return FusedStep(model, rows, self._copies)
         except ValueError as reason:
-            level = logging.INFO if self.options.projections == MODEL_WEIGHTS else logging.WARNING
-            _log.log(level, "decode steps run through the model's own modules: %s", reason)
+            self._say_unfused(str(reason))
             return None
+
+    def _say_unfused(self, reason: str) -> None:
+        level = logging.INFO if self._copies is None else logging.WARNING
+        _log.log(level, "decode steps run through the model's own modules: %s", reason)
 
     def _refuse(self, reason: str) -> None:
         if self.options.cuda_graph is True:

@@ -111,8 +111,10 @@ def test_packed_linear_is_the_product_with_what_was_packed(dtype: torch.dtype) -
     expected = torch.cat([functional.linear(hidden.float(), matrix.unpacked()) for matrix in matrices], dim=-1)
     assert made.dtype == dtype
     torch.testing.assert_close(made, expected.to(dtype))
-    with pytest.raises(ValueError, match="multiples of 8 rows, not 12"):
-        PackedMatrix.of(torch.zeros(12, 256))
+    for shape in ((12, 256), (16, 130)):
+        with pytest.raises(ValueError, match=f"multiples of 8 rows and columns, not {shape[0]} x {shape[1]}"):
+            PackedMatrix.of(torch.zeros(shape))
+    assert "other columns" in str(packed_obstacle(torch.zeros(1, 128), matrices))
 
 
 def test_what_kernels_cannot_do_is_said() -> None:

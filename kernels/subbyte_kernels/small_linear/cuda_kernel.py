@@ -38,6 +38,8 @@ def linear_obstacle(hidden: Tensor, weights: Sequence[Tensor]) -> str | None:
 
 def packed_obstacle(hidden: Tensor, matrices: Sequence[PackedMatrix]) -> str | None:
     """Why the kernel cannot compute a call, or None; looks at shapes alone."""
+    if any(matrix.columns != hidden.shape[1] or matrix.blocks.device != hidden.device for matrix in matrices):
+        return "a matrix has other columns than the states have channels, or lies on another device"
     return _obstacle(hidden, len(matrices))
 
 

@@ -17,7 +17,7 @@ class PackedMatrix:
     Attributes:
         blocks: ``[bytes]`` uint8 in the layout of packed experts (``expert_mlp/layout.py``).
         rows: N, a multiple of 8.
-        columns: K.
+        columns: K, likewise.
     """
 
     blocks: Tensor
@@ -29,11 +29,13 @@ class PackedMatrix:
         """Quantize ``[N, K]``.
 
         Raises:
-            ValueError: its rows are no multiple of 8.
+            ValueError: its rows or columns are no multiple of 8.
         """
         rows, columns = weight.shape
-        if rows % BLOCK_ROWS:
-            raise ValueError(f"packed matrices have multiples of {BLOCK_ROWS} rows, not {rows}")
+        if rows % BLOCK_ROWS or columns % BLOCK_ROWS:
+            raise ValueError(
+                f"packed matrices have multiples of {BLOCK_ROWS} rows and columns, not {rows} x {columns}"
+            )
         return cls(_layout(rows, columns).pack_matrix(weight[None])[0], rows, columns)
 
     def unpacked(self) -> Tensor:
