@@ -55,7 +55,7 @@ ALLOWED = (
     "fastest bf16 attention",
     "(packing `fp8` needs",
     "at 2.5 bits:",
-    "Up to 16 rows go through",
+    "up to 16 rows of them",
     "Below about 2,000 tokens",
     "Python 3.10 and newer, PyTorch 2.8 and newer, Transformers 5.17 to 5.x",
     "Apache-2.0",
