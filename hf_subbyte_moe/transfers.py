@@ -5,7 +5,8 @@ that is done, and the GPU then has nothing to do until the host has caught up. S
 together, comes while both go on, and is read when it has had the time to come.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,22 @@ def upload(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)  # out of other memory, more than 64 KiB would wait
+    # out of other memory, more than 64 KiB would wait, and what has gaps would go through such memory
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+@contextmanager
+def following(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Let the current stream go on with what another one made, and drop it: each waits for the other, no host does."""
+    current = None if stream is None else torch.cuda.current_stream(stream.device)
+    if stream is None or current is None or current == stream:
+        yield
+        return
+    current.wait_stream(stream)
+    try:
+        yield
+    finally:
+        stream.wait_stream(current)  # memory of what is dropped is the other stream's, which may write to it at once
 
 
 class Answers:

@@ -1,5 +1,7 @@
 """What is asked for together comes back as it was asked for."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -35,10 +37,25 @@ def test_uploads_keep_values_and_dtype(values: np.ndarray | torch.Tensor) -> Non
     assert not waits_cost(torch.zeros(1))
 
 
+def test_what_is_pinned_has_no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[torch.Tensor] = []
+
+    def pin_memory(tensor: torch.Tensor) -> SimpleNamespace:
+        pinned.append(tensor)
+        return SimpleNamespace(to=lambda device, non_blocking: tensor)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    grid = np.arange(12).reshape(3, 4)
+    assert upload(grid[:, 1:], torch.device("cuda")).tolist() == grid[:, 1:].tolist()
+    assert [tensor.is_contiguous() for tensor in pinned] == [True]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_answers_and_is_given_arrays_without_waits() -> None:
     device, array = torch.device("cuda", 0), np.arange(1 << 17)
+    grid = np.arange(1 << 18).reshape(-1, 4)
+    expected = grid[:, 1:].tolist()
     states = torch.randn(4096, 4096, device=device)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -48,8 +65,11 @@ def test_a_gpu_answers_and_is_given_arrays_without_waits() -> None:
         found = answers.ask(made[-3:], states[0, :2])
         array[:] = 0
         answers.send()
+        strided = upload(grid[:, 1:], device)
+        grid[:] = 0
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert found()[0].tolist() == [(1 << 17) - 3, (1 << 17) - 2, (1 << 17) - 1]
     assert found()[1].tolist() == states[0, :2].tolist()
     assert made.tolist() == list(range(1 << 17))
+    assert strided.tolist() == expected

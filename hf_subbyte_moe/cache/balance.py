@@ -139,7 +139,7 @@ class KeyBalance:
         return grouped.flatten(1, 2).to(query.dtype)
 
     def of_prompt(self, queries: SampledQueries, rows: RowGroup) -> SampledQueries:
-        """Queries of some rows, for stored keys."""
+        """Queries of some rows, ``probe`` ``[b, HQ, S, D]`` and ``moment`` ``[b, HQ, M, D]``, for stored keys."""
         if self.factors is None:
             return queries
         alone = KeyBalance(self._shape, self._possible)

@@ -41,7 +41,8 @@ def _plain(table: Tensor) -> Tensor:
 def _moment_positions(tokens: int, device: torch.device) -> Tensor:
     """Uploaded once for all layers: not the first ones, which see little."""
     first, count = tokens // 4, min(tokens - tokens // 4, _MOMENT_QUERIES)
-    return upload(torch.linspace(first, tokens - 1, count, dtype=torch.float32).long(), device)
+    positions = torch.linspace(first, tokens - 1, count, dtype=torch.float32).long()
+    return positions.to(device)  # waits: other streams use it too
 
 
 class RowCodecs:
@@ -161,7 +162,12 @@ class RowCodecs:
         return _moment_positions(tokens, self.mean.device) if self._by_queries and tokens >= _MIN_QUERIES else None
 
     def see_queries(self, rows: RowGroup, queries: SampledQueries) -> None:
-        """Let some rows' keys know these rows' queries: those of a prompt, or of a piece of it."""
+        """Let some rows' keys know these rows' queries: those of a prompt, or of a piece of it.
+
+        Args:
+            rows: which.
+            queries: ``probe`` ``[b, HQ, S, D]``, ``moment`` ``[b, HQ, M, D]`` at :meth:`moment_positions`, or None.
+        """
         if queries.moment is None:
             return
         query, tokens = queries.moment.float() @ self.rotations[KEYS].t(), queries.tokens

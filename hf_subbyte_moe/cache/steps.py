@@ -20,6 +20,7 @@ from hf_subbyte_moe.cache.handle import FixedAddressError
 from hf_subbyte_moe.cache.layer import EntropySubbyteLayer
 from hf_subbyte_moe.cache.window import Ints
 from hf_subbyte_moe.ops import TILE_TOKENS, Scratch, SteadyAttention, TokenPlace, tiles_ahead
+from hf_subbyte_moe.transfers import upload
 
 
 def steps_obstacle(cache: EntropySubbyteCache) -> str | None:
@@ -126,9 +127,9 @@ class CacheSteps:
         rows = self._layers[0].rows
         self.left = rows.free()
         ahead = self._window.slots(rows.lengths + np.arange(self.left)[:, None])
-        self._slots[: self.left].copy_(torch.from_numpy(ahead), non_blocking=True)
+        self._slots[: self.left].copy_(upload(ahead, self._slots.device))
         since = self._window.visible_since(rows.lengths, rows.first_recent())
-        self._since.copy_(torch.from_numpy(since), non_blocking=True)
+        self._since.copy_(upload(since, self._since.device))
         self._step.zero_()
         factors = [layer.rows.codecs.balance.factors for layer in self._layers]
         fits = [all(now is before for now, before in zip(factors, self._factors, strict=False))]

@@ -38,7 +38,7 @@ from hf_subbyte_moe.ops import (
     unpack_tiles,
 )
 from hf_subbyte_moe.policy.policies import KEYS, VALUES, Measured, Needs, prior_errors, side_codec
-from hf_subbyte_moe.transfers import Answers, upload
+from hf_subbyte_moe.transfers import Answers
 
 
 SAMPLED_QUERIES = 64
@@ -151,7 +151,7 @@ def sample_positions(queries: int) -> Tensor:
 @torch.inference_mode(False)
 def positions_on(queries: int, device: torch.device) -> Tensor:
     """:func:`sample_positions` on a device, uploaded once for all layers; never write to it."""
-    return upload(sample_positions(queries), device)
+    return sample_positions(queries).to(device)  # waits: other streams use it too
 
 
 def plain_weight(linear: object, like: Tensor) -> Tensor | None:
