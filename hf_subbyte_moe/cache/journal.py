@@ -98,6 +98,7 @@ class StepJournal:
 
         Raises:
             RuntimeError: gradients are wanted, or the step before ended early.
+            ValueError: the step before, or this one in a layer before, stored NaN or Inf.
         """
         if self._lost or self._reached_last or (layer_idx, part) in self._parts:
             self.check()  # a new step
@@ -120,6 +121,7 @@ class StepJournal:
             self._before[layer_idx] = layer.before
             self._reached_last = layer_idx == self._last
         elif layer_idx == self._last:
+            self.finish_packing()  # while the step can still be taken back
             self.close()
         return made
 

@@ -134,8 +134,8 @@ class EntropySubbyteLayer(SettlingLayer):
         """Add tokens.
 
         Args:
-            key_states: ``[B, H, T, D]``, T at least 1, finite; on an accelerator one token is not looked at before its
-                tile is packed, and several on a GPU are not before they are.
+            key_states: ``[B, H, T, D]``, T at least 1, finite: a single token on an accelerator is checked when its
+                tile is packed; a prompt on a GPU when its layer is packed.
             value_states: ``[B, H, T, Dv]``.
             *args: ignored, as every cache layer of Transformers does.
             **kwargs: likewise.

@@ -57,7 +57,7 @@ class _Measuring(NamedTuple):
 
     Attributes:
         sides: how their sides are quantized.
-        tiers: chooses the tiers ``[b, tiles, H, 2]`` of their new tiles, once answers were sent.
+        tiers: chooses the tiers ``[b, tiles, H, 2]`` of their new tiles, once answers were sent; holds no tokens.
     """
 
     sides: tuple[SideCodec, SideCodec]
@@ -194,10 +194,11 @@ class PackedRows(StoredRows):
         queries: PromptQueries | None,
         answers: Answers,
         ahead: bool,
-    ) -> Iterator[None]:
+    ) -> Iterator[Callable[[], TierChoice] | None]:
         """Store new tokens of rows that are :meth:`alike` and pack what is due.
 
-        Stops once, where it has asked for all that was measured: go on when the answers were sent.
+        Stops once, where it has asked for all that was measured: go on when the answers were sent. Or drop it, tokens
+        and all, and call what it has given to choose the tiers alone; None where nothing was measured.
 
         Args:
             rows: which.
@@ -231,7 +232,7 @@ class PackedRows(StoredRows):
             part = (recent_key[:, region], recent_value[:, region])
             measured = self._measure(rows, key, value, part, more, sampled, answers)
         del queries  # many more than the sampled ones
-        yield
+        yield None if measured is None else measured.tiers
         if unusual is not None and unusual()[0]:
             self.codecs.begin_again(rows)
             key, recent_key = self._balanced(rows, recent_key[:, region], key, recent_key)
@@ -278,11 +279,11 @@ class PackedRows(StoredRows):
         if probe is None and settled and not alike:
             later = np.repeat(self.choices.later(rows)[:, None], more, axis=1)
             return _Measuring(sides, lambda: later)
-        chunks = self._chunks(rows, region, more, probe, sides, answers)
+        chunks, choices = self._chunks(rows, region, more, probe, sides, answers), self.choices
         length = int(self.lengths[rows.first]) + key.shape[1]
         return _Measuring(
             sides,
-            lambda: self.choices.choose(rows, list(zip(*(chunk() for chunk in chunks), strict=True)), length),
+            lambda: choices.choose(rows, list(zip(*(chunk() for chunk in chunks), strict=True)), length),
         )
 
     def _probe(self, rows: RowGroup, key: Tensor, value: Tensor, queries: SampledQueries) -> RowProbe:

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_subbyte_moe.cache.window import Ints
-from hf_subbyte_moe.policy import AttentionForm, ChunkStatistics
+from hf_subbyte_moe.policy import SIDES, AttentionForm, ChunkStatistics
 from hf_subbyte_moe.transfers import Floats
 
 
@@ -63,7 +64,8 @@ class LayerStatistics:
 
     Attributes:
         policy: name of the policy.
-        finish: what a layer has to do first that has measured a prompt and not chosen yet; None where all is chosen.
+        finish: what has to be done first where a prompt was measured and nothing chosen yet, which keeps no layer
+            alive; None where all is chosen.
     """
 
     def __init__(self, policy: str) -> None:
@@ -74,13 +76,18 @@ class LayerStatistics:
     @property
     def chunks(self) -> list[list[ChunkStatistics]]:
         """Per row the chunks that were measured, oldest first."""
-        if self.finish is not None:
-            self.finish()
+        finish, self.finish = self.finish, None
+        if finish is not None:
+            finish()
         return self._chunks
 
     @chunks.setter
     def chunks(self, chunks: list[list[ChunkStatistics]]) -> None:
         self._chunks = chunks
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which hold nothing that waits."""
+        return {**vars(self), "_chunks": self.chunks, "finish": None}
 
 
 @dataclass(frozen=True)
@@ -129,11 +136,50 @@ class MeasuredPrompt:
 
     Attributes:
         groups: what goes on with storing them, for rows that are alike.
-        finite: whether all keys are finite, and all values; nothing where that is known already.
+        numbers: what was measured of them, which holds none of them.
+        stream: of the GPU that measures them; None elsewhere.
     """
 
-    groups: Sequence[Iterator[None]]
+    groups: Sequence[Iterator[object]]
+    numbers: "MeasuredNumbers"
+    stream: torch.cuda.Stream | None
+
+
+@dataclass(frozen=True)
+class MeasuredNumbers:
+    """What was measured of new tokens of a layer.
+
+    Attributes:
+        layer: name of the layer.
+        finite: whether all keys are finite, and all values; nothing where that is known already.
+        choices: choose and remember the tiers of each group of rows; either they are called, or the groups go on.
+    """
+
+    layer: str
     finite: Callable[[], list[Floats]]
+    choices: Sequence[Callable[[], object]]
+
+    def check(self) -> None:
+        """Refuse tokens that are not finite.
+
+        Raises:
+            ValueError: names the layer.
+        """
+        for name, finite in zip(SIDES, self.finite(), strict=False):
+            if not finite:
+                raise ValueError(
+                    f"the {name} of {self.layer} hold NaN or Inf; nothing was stored of the call that brought them"
+                )
+
+    def choose(self) -> None:
+        """Choose tiers for tokens that nobody will store.
+
+        Raises:
+            ValueError: see :meth:`check`.
+        """
+        self.check()
+        for choose in self.choices:
+            choose()
 
 
 @dataclass

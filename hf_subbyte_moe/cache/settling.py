@@ -4,12 +4,18 @@ Where the host would have to wait between the two, as for a GPU, it goes on with
 and packed after the next layer's attention call, or when anybody asks for the layer's rows. Until then the GPU has
 work to do. A wait is also what it takes to look for NaN and Inf, so tokens are looked at then, too.
 
-Gives up: one layer's exact keys and values more are held meanwhile; ranks that share heads wait at once.
+Gives up: all groups of a layer's rows are measured before any is stored, so one layer's exact keys and values more
+are held meanwhile, and up to two where rows are padded or a prompt comes in pieces, as these are copied; ranks that
+share heads wait at once. Of a layer that is dropped before it is packed, as by ``generate(max_new_tokens=1)``, the
+numbers stay, and if its keys needed factors, they are told as measured without. Tokens may be packed on another stream
+than their prompt's, if one thread does both; what is packed already is the caller's to wait for, as any tensor is.
 """
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,10 +25,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_subbyte_moe.cache.groups import RowGroup
 from hf_subbyte_moe.cache.packing import PackedRows
-from hf_subbyte_moe.cache.prompts import LayerStatistics, MeasuredPrompt, PromptQueries, Snapshot
+from hf_subbyte_moe.cache.prompts import LayerStatistics, MeasuredNumbers, MeasuredPrompt, PromptQueries, Snapshot
 from hf_subbyte_moe.cache.window import Ints
-from hf_subbyte_moe.policy import SIDES
-from hf_subbyte_moe.transfers import Answers, waits_cost
+from hf_subbyte_moe.transfers import Answers, following, waits_cost
 
 
 if TYPE_CHECKING:
@@ -100,6 +105,9 @@ class SettlingLayer(CacheLayerMixin):
         """Store the pending tokens and pack what is due, measured with the queries that came with them.
 
         Where it costs to wait for what was measured, :meth:`finish_packing` does the rest.
+
+        Raises:
+            ValueError: tokens of the layer before hold NaN or Inf; see :meth:`finish_packing`.
         """
         key_states, value_states = self.pending
         if self.journal is not None:
@@ -116,7 +124,8 @@ class SettlingLayer(CacheLayerMixin):
         if not ahead:
             self._settled()
             return
-        self.statistics.finish = self.finish_packing
+        assert self._measured is not None
+        self.statistics.finish = partial(_choose, weakref.ref(self), self._measured.numbers)
         if self.journal is not None:
             self.journal.waiting = self
 
@@ -130,7 +139,7 @@ class SettlingLayer(CacheLayerMixin):
         ahead: bool,
     ) -> MeasuredPrompt:
         """Measure new tokens ``[B, H, q, D]`` of some rows, of which ``behind`` are behind a row's padding."""
-        answers, adding = Answers(), []
+        answers, adding, choices = Answers(), [], []
         unseen = (key_states, value_states) if waits_cost(key_states) else ()
         finite = answers.ask(*(torch.isfinite(states).all() for states in unseen))
         for rows in groups:
@@ -138,9 +147,13 @@ class SettlingLayer(CacheLayerMixin):
             states = (key_states[rows.index][:, :, new], value_states[rows.index][:, :, new])
             seen = None if queries is None else replace(queries, query=queries.query[rows.index][:, :, new])
             adding.append(self.rows.add(rows, *states, seen, answers, ahead))
-            next(adding[-1])
+            choose = next(adding[-1])
+            if choose is not None:
+                choices.append(choose)
         answers.send()
-        return MeasuredPrompt(adding, finite)
+        layer = "a layer" if self.journal is None else f"layer {self.journal.index(self)}"
+        stream = torch.cuda.current_stream(key_states.device) if key_states.is_cuda else None
+        return MeasuredPrompt(adding, MeasuredNumbers(layer, finite, choices), stream)
 
     def finish_packing(self) -> None:
         """Pack what was measured, if anything waits for that.
@@ -160,14 +173,10 @@ class SettlingLayer(CacheLayerMixin):
     def _store_measured(self) -> None:
         measured = self._take_measured()
         assert measured is not None
-        for name, finite in zip(SIDES, measured.finite(), strict=False):
-            if not finite:
-                layer = "a layer" if self.journal is None else f"layer {self.journal.index(self)}"
-                raise ValueError(
-                    f"the {name} of {layer} hold NaN or Inf; nothing was stored of the call that brought them"
-                )
-        for adding in measured.groups:
-            next(adding, None)
+        measured.numbers.check()
+        with following(measured.stream):
+            for adding in measured.groups:
+                next(adding, None)
 
     def _take_measured(self) -> MeasuredPrompt | None:
         """What waits for being packed; nothing does any more."""
@@ -193,3 +202,12 @@ class SettlingLayer(CacheLayerMixin):
             stacklevel=3,
         )
         self.settle(None)
+
+
+def _choose(layer: "weakref.ref[SettlingLayer]", numbers: MeasuredNumbers) -> None:
+    """Choose what a prompt's tiers are, and pack it, if its layer is still there."""
+    there = layer()
+    if there is None:
+        numbers.choose()
+    else:
+        there.finish_packing()

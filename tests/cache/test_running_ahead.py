@@ -14,25 +14,26 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-import hf_subbyte_moe
-from hf_subbyte_moe.cache import CACHE_NAME, EntropySubbyteCache, attention, settling
-from hf_subbyte_moe.cache import layer as layer_module
+from hf_subbyte_moe.cache import CACHE_NAME, EntropySubbyteCache, attention
 from hf_subbyte_moe.compat import CACHE_KW, cache_of
-from hf_subbyte_moe.explain import explain
 from hf_subbyte_moe.policy import statistics as statistics_module
 from hf_subbyte_moe.transfers import Answers
-from support.models import left_padded, prompt, tiny_model
+from support.ahead import (
+    LAYERS,
+    POLICIES,
+    assert_same,
+    both,
+    make_cache,
+    make_model,
+    pieces,
+    run,
+    treat_as_gpu,
+    waiting,
+)
+from support.models import left_padded, prompt
 from support.packing import packed_at_once, shaped_at_once, unpacked_at_once
 
 
-LAYERS = 3
-POLICIES: dict[str, dict[str, Any]] = {
-    "auto": {},
-    "error": {"policy": "error", "chunk": 128, "codebook": "queries"},
-    "uniform": {"policy": "uniform"},
-    "entropy": {"policy": "entropy", "codebook": "online"},
-    "nuq2": {"policy": "uniform:nuq2"},
-}
 _WAITS = (
     "_local_scalar_dense",
     "nonzero",
@@ -45,33 +46,10 @@ _WAITS = (
 )
 
 
-def treat_as_gpu(monkeypatch: pytest.MonkeyPatch, treated: bool) -> None:
-    for module in (layer_module, settling):
-        monkeypatch.setattr(module, "waits_cost", lambda states: treated)
-
-
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU is treated as a GPU is."""
     treat_as_gpu(monkeypatch, True)
-
-
-def make_model(**options: Any) -> PreTrainedModel:
-    return hf_subbyte_moe.apply(tiny_model("llama", num_hidden_layers=LAYERS, **options))
-
-
-def make_cache(model: PreTrainedModel, **options: Any) -> EntropySubbyteCache:
-    return EntropySubbyteCache(model.config, **{"window": 8, "sinks": 2, **options})
-
-
-def run(model: PreTrainedModel, cache: EntropySubbyteCache, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = model(ids, attention_mask=mask, **{CACHE_KW: cache}).logits
-    return logits
-
-
-def waiting(cache: EntropySubbyteCache) -> list[bool]:
-    return [not layer.is_settled for layer in cache.packed_layers.values()]
 
 
 class Watch(TorchDispatchMode):
@@ -158,34 +136,6 @@ def test_a_cpu_looks_at_once() -> None:
     cache = make_cache(model)
     run(model, cache, prompt(400))
     assert waiting(cache) == [False] * LAYERS
-
-
-def assert_same(left: EntropySubbyteCache, right: EntropySubbyteCache) -> None:
-    for ours, theirs in zip(left.layers, right.layers, strict=True):
-        assert (ours.length, ours.starts.tolist()) == (theirs.length, theirs.starts.tolist())
-        state, other = ours.rows.state(), theirs.rows.state()
-        assert state.keys() == other.keys()
-        for name, tensor in state.items():
-            assert torch.equal(tensor, other[name]), name
-        settled = [[(tiers.tolist(), length) for tiers, length in row] for row in ours.rows.settled]
-        assert settled == [[(tiers.tolist(), length) for tiers, length in row] for row in theirs.rows.settled]
-    assert repr(explain(left)) == repr(explain(right))
-
-
-def both(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, use: Callable[[], Any]) -> list[Any]:
-    """What a use gives where the host runs ahead, and where it does not."""
-    with monkeypatch.context() as patch:
-        treat_as_gpu(patch, True)
-        first = use()
-    return [first, use()]
-
-
-def pieces(model: PreTrainedModel, cache: EntropySubbyteCache, ids: Tensor, mask: Tensor, *edges: int) -> Tensor:
-    """Logits of the last of a prompt's pieces."""
-    logits = torch.empty(0)
-    for low, high in zip((0, *edges), (*edges, ids.shape[1]), strict=True):
-        logits = run(model, cache, ids[:, low:high], mask[:, :high])
-    return logits
 
 
 @pytest.mark.parametrize("edges", [(), (40,), (300,), (5, 200, 203, 500)])
@@ -299,104 +249,6 @@ def test_a_second_turn_goes_on_from_the_first(options: dict[str, Any], monkeypat
 
 
 @pytest.mark.usefixtures("ahead")
-def test_what_a_model_measured_is_told_also_when_its_cache_is_gone() -> None:
-    model, ids = make_model(), prompt(400)
-    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, cache_implementation=CACHE_NAME)
-    assert {choice.layer for choice in explain(model).choices} == {0, 1, 2}
-
-
-@pytest.mark.usefixtures("ahead")
-@pytest.mark.parametrize("before", [0, 300])
-@pytest.mark.parametrize(
-    ("bad", "use"),
-    [(0, "forward"), (1, "forward")]
-    + [(2, use) for use in ("forward", "step", "crop", "rows", "copy", "save", "explain")],
-)
-@pytest.mark.parametrize("side", ["keys", "values"])
-def test_a_prompt_that_is_not_finite_is_taken_back_at_the_latest_at_the_caches_next_use(
-    bad: int, side: str, before: int, use: str, tmp_path: Path
-) -> None:
-    model = make_model()
-    cache, twin = make_cache(model, codebook="queries"), make_cache(model, codebook="queries")
-    for held in (cache, twin):
-        if before:
-            run(model, held, prompt(before))
-    weight = getattr(model.model.layers[bad].self_attn, f"{side[0]}_proj").weight.data
-    good = weight.clone()
-    weight[0, 0] = float("nan")
-    uses: dict[str, Callable[[], Any]] = {
-        "forward": lambda: run(model, cache, prompt(200)),
-        "step": lambda: run(model, cache, prompt(1)),
-        "crop": lambda: cache.crop(-1),
-        "rows": lambda: cache.layers[-1].rows,
-        "copy": lambda: copy.deepcopy(cache),
-        "save": lambda: cache.save_pretrained(tmp_path),
-        "explain": lambda: explain(cache),
-    }
-    if bad == LAYERS - 1:
-        run(model, cache, prompt(200, seed=2))
-        weight.copy_(good)
-    with pytest.raises(ValueError, match=f"the {side} of layer {bad} hold NaN or Inf; nothing was stored"):
-        uses[use]()
-    weight.copy_(good)
-    assert [layer.length for layer in cache.layers] == [before] * LAYERS
-    ids = prompt(200, seed=3)
-    assert torch.equal(run(model, cache, ids), run(model, twin, ids))
-    assert_same(cache, twin)
-
-
-@pytest.mark.usefixtures("ahead")
-@pytest.mark.parametrize("place", ["feed-forward", "measuring", "packing"])
-@pytest.mark.parametrize("before", [0, 300])
-def test_a_failure_takes_back_what_waits(before: int, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model()
-    cache, twin = make_cache(model, codebook="queries"), make_cache(model, codebook="queries")
-    for held in (cache, twin):
-        if before:
-            run(model, held, prompt(before))
-            assert held.layers[-1].rows
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("CUDA out of memory")
-
-    with monkeypatch.context() as patch:
-        if place == "feed-forward":
-            patch.setattr(model.model.layers[0].mlp, "forward", fail)
-        elif place == "measuring":
-            real, calls = statistics_module.RowProbe.measure, []
-            patch.setattr(
-                statistics_module.RowProbe,
-                "measure",
-                lambda *args: fail() if calls else calls.append(args) or real(*args),
-            )
-        else:
-            patch.setattr(settling.PackedRows, "_pack", fail)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            run(model, cache, prompt(200, seed=2))
-    if place == "feed-forward":
-        assert waiting(cache) == [True, False, False]
-        with pytest.raises(RuntimeError, match="was taken back"):
-            cache.crop(-1)
-    assert waiting(cache) == [False] * LAYERS
-    assert [layer.length for layer in cache.layers] == [before] * LAYERS
-    ids = prompt(200, seed=3)
-    assert torch.equal(run(model, cache, ids), run(model, twin, ids))
-    assert_same(cache, twin)
-
-
-@pytest.mark.usefixtures("ahead")
-def test_an_emptied_cache_keeps_nothing_that_waits() -> None:
-    model = make_model()
-    cache, twin = make_cache(model), make_cache(model)
-    run(model, cache, prompt(400, seed=1))
-    cache.reset()
-    assert waiting(cache) == [False] * LAYERS
-    run(model, cache, prompt(300))
-    run(model, twin, prompt(300))
-    assert_same(cache, twin)
-
-
-@pytest.mark.usefixtures("ahead")
 def test_layers_that_nobody_measures_pack_what_they_were_given() -> None:
     """As by a model that does not call our attention function."""
     model = make_model()
@@ -435,3 +287,21 @@ def test_a_gpu_is_not_waited_for_and_stores_the_same(policy: str, rows: int, mon
         torch.cuda.set_sync_debug_mode("default")
     assert waiting(ours) == [False, False, True]
     assert_same(ours, plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_prompt_may_be_packed_on_another_stream() -> None:
+    model, ids = make_model(head_dim=64).cuda().bfloat16(), prompt(600).cuda()
+    plain, ours = make_cache(model), make_cache(model)
+    run(model, plain, ids)
+    states = torch.randn(4096, 4096, device="cuda")
+    for _ in range(50):
+        states @ states  # what packing on another stream must wait for
+    run(model, ours, ids)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert waiting(ours) == [False, False, True]
+        assert ours.layers[2].rows
+    poison = [torch.full_like(states, torch.nan) for _ in range(8)]
+    assert_same(ours, plain)
+    del poison
