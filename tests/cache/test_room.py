@@ -28,6 +28,7 @@ def moved(before: dict[Any, int], after: dict[Any, int]) -> bool:
     return any(before.get(key, place) != place for key, place in after.items())
 
 
+@pytest.mark.slow
 def test_pools_of_all_tiers_and_layers_grow_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_UNGRAPHED", ("cpu",))
     sizes = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}

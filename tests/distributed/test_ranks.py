@@ -91,6 +91,7 @@ def test_experts_lie_where_their_clusters_do(shared: tuple[int, dict[str, Any]])
 BENCH = ("-m", "hf_subbyte_moe.cli", "bench", "latency", "--model", "toy", "--layers", "2", "--tokens", "16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
 def test_ranks_time_one_model_and_one_tells(launcher: tuple[str, ...], tmp_path: Path) -> None:
     """Rows are of both ranks, caches of one rank's heads; the table is printed once."""
@@ -112,6 +113,7 @@ def test_ranks_time_one_model_and_one_tells(launcher: tuple[str, ...], tmp_path:
     assert " ".join(done.stdout.split()).count("'gpus': 2") == len(systems)
 
 
+@pytest.mark.slow
 def test_a_system_that_ranks_cannot_share_ends_all_with_the_reason() -> None:
     done = launched(2, *BENCH, "--system", "+ graph")
     assert done.returncode != 0
