@@ -17,7 +17,15 @@ constexpr u32 FULL = 0xffffffffu;
 DEVICE float from_half(u16 bits) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits)); return y; }
 DEVICE float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
 
-#ifdef MODEL_BF16  // of two neighbours in the model's dtype
+#ifdef MODEL_BF16  // numbers of the model's dtype, two neighbours, and products
+
+DEVICE float from_model(u16 bits) { return MODEL_BF16 ? from_bf16(bits) : from_half(bits); }
+DEVICE u16 to_model(float x) {
+    u16 bits;
+    if (MODEL_BF16) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
 
 DEVICE float low(u32 pair) {
 #if MODEL_BF16
@@ -32,6 +40,15 @@ DEVICE float high(u32 pair) {
 #else
     return from_half(pair >> 16);
 #endif
+}
+
+DEVICE void mma_model(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if (MODEL_BF16)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 #endif

@@ -140,13 +140,6 @@ DEVICE u32 bfloat2(float low, float high) {
 }
 DEVICE float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
 DEVICE float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-DEVICE float from_model(u16 bits) {
-#if MODEL_BF16
-    return __uint_as_float((u32)bits << 16);
-#else
-    return from_half(bits);
-#endif
-}
 DEVICE u32 model2(float low, float high) {
 #if MODEL_BF16
     return bfloat2(low, high);
@@ -162,14 +155,7 @@ DEVICE void mma_half(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-DEVICE void mma_model(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-#if MODEL_BF16
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#else
-    mma_half(c, a, b0, b1);
-#endif
-}
+DEVICE void mma_model(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_model(c, a[0], a[1], a[2], a[3], b0, b1); }
 
 // codes are read once: they pass L1 by
 DEVICE void load_words(u32 *to, const u32 *from, int count) {

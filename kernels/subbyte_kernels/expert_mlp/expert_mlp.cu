@@ -107,22 +107,6 @@ DEVICE uint4 load_global(const u8* from, bool wanted) {
     if (wanted) asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
     return v;
 }
-DEVICE float from_model(u16 bits) { return MODEL_BF16 ? from_bf16(bits) : from_half(bits); }
-DEVICE u16 to_model(float x) {
-    u16 bits;
-    if (MODEL_BF16) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-    else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-    return bits;
-}
-DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    if (MODEL_BF16)
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    else
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
 DEVICE float activation(float x) {
     if (ACTIVATION == 0) return x / (1.f + __expf(-x));
     if (ACTIVATION == 1) return 0.5f * x * (1.f + erff(x * 0.7071067811865476f));
@@ -297,8 +281,8 @@ DEVICE void multiply_chunk(float (&sum)[TILES][4], const Columns& columns, u32 u
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             const uint4 x = columns.value[tile][0];
-            mma(sum[tile], a.x, b.x, a.y, b.y, x.x, x.y);
-            mma(sum[tile], a.z, b.z, a.w, b.w, x.z, x.w);
+            mma_model(sum[tile], a.x, b.x, a.y, b.y, x.x, x.y);
+            mma_model(sum[tile], a.z, b.z, a.w, b.w, x.z, x.w);
         }
         return;
     }
@@ -337,11 +321,11 @@ DEVICE void multiply_chunk(float (&sum)[TILES][4], const Columns& columns, u32 u
         for (int tile = 0; tile < TILES; ++tile) {
             const uint4 x = columns.value[tile][q];
             if (FORMAT == 1) {
-                mma(part[0][tile], CODE_OFFSET, CODE_OFFSET, CODE_OFFSET, CODE_OFFSET, x.x, x.y);
-                mma(part[1][tile], CODE_OFFSET, CODE_OFFSET, CODE_OFFSET, CODE_OFFSET, x.z, x.w);
+                mma_model(part[0][tile], CODE_OFFSET, CODE_OFFSET, CODE_OFFSET, CODE_OFFSET, x.x, x.y);
+                mma_model(part[1][tile], CODE_OFFSET, CODE_OFFSET, CODE_OFFSET, CODE_OFFSET, x.z, x.w);
             }
-            mma(part[0][tile], a[0], b[0], a[1], b[1], x.x, x.y);
-            mma(part[1][tile], a[2], b[2], a[3], b[3], x.z, x.w);
+            mma_model(part[0][tile], a[0], b[0], a[1], b[1], x.x, x.y);
+            mma_model(part[1][tile], a[2], b[2], a[3], b[3], x.z, x.w);
             if (GROUPS * (q + 1) % 4 == 0) {
                 const float up = from_bf16(scale[0][group]), low = from_bf16(scale[1][group]);
 #pragma unroll

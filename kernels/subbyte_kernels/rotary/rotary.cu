@@ -16,23 +16,7 @@ struct Params {
     float eps;
 };
 
-DEVICE float wide(u16 bits) {
-#if MODEL_BF16
-    return __uint_as_float((u32)bits << 16);
-#else
-    return from_half(bits);
-#endif
-}
-DEVICE u16 narrow(float x) {
-    u16 y;
-#if MODEL_BF16
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
-#else
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-#endif
-    return y;
-}
-DEVICE float rounded(float x) { return wide(narrow(x)); }
+DEVICE float rounded(float x) { return from_model(to_model(x)); }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) rotary(const __grid_constant__ Params p) {
     const int head = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31, row = blockIdx.y;
@@ -46,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rotary(const __grid_con
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) x[half][i] = wide(from[half * D / 2 + lane * OWN + i]);
+        for (int i = 0; i < OWN; ++i) x[half][i] = from_model(from[half * D / 2 + lane * OWN + i]);
     const bool is_value = head >= QUERY_HEADS + HEADS, is_key = head >= QUERY_HEADS;
     if (!is_value) {
 #if NORMS
@@ -63,15 +47,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rotary(const __grid_con
         for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int i = 0; i < OWN; ++i)
-                x[half][i] = rounded(rounded(x[half][i] * scale) * wide(weight[half * D / 2 + lane * OWN + i]));
+                x[half][i] = rounded(rounded(x[half][i] * scale) * from_model(weight[half * D / 2 + lane * OWN + i]));
 #endif
         const u64 angles = ROWS_OF_ANGLES == 1 ? 0 : (u64)row * D;
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
             const u64 first = angles + lane * OWN + i, second = first + D / 2;
             const float a = x[0][i], b = x[1][i];
-            x[0][i] = rounded(a * wide(p.cosine[first])) + rounded(-b * wide(p.sine[first]));
-            x[1][i] = rounded(b * wide(p.cosine[second])) + rounded(a * wide(p.sine[second]));
+            x[0][i] = rounded(a * from_model(p.cosine[first])) + rounded(-b * from_model(p.sine[first]));
+            x[1][i] = rounded(b * from_model(p.cosine[second])) + rounded(a * from_model(p.sine[second]));
         }
     }
     u16 *to = p.query + ((u64)row * QUERY_HEADS + head) * D;
@@ -82,5 +66,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rotary(const __grid_con
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) to[half * D / 2 + lane * OWN + i] = narrow(x[half][i]);
+        for (int i = 0; i < OWN; ++i) to[half * D / 2 + lane * OWN + i] = to_model(x[half][i]);
 }

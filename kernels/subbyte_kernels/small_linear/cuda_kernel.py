@@ -59,7 +59,7 @@ def _obstacle(hidden: Tensor, matrices: int) -> str | None:
     return None
 
 
-def defined(width: int, tokens: int, dtype: torch.dtype, many: bool) -> dict[str, object]:
+def defined(width: int, tokens: int, dtype: torch.dtype, many: bool) -> dict[str, int]:
     """What the kernel's text wants to know; ``many``: there are many items for each multiprocessor."""
     units, most = width // _UNIT, _FEW_WARPS if many else _MAX_WARPS
     warps = max(part for part in range(1, most + 1) if units % part == 0)
@@ -74,11 +74,13 @@ def defined(width: int, tokens: int, dtype: torch.dtype, many: bool) -> dict[str
 
 @lru_cache(maxsize=64)
 def _kernel(device: int, width: int, tokens: int, dtype: torch.dtype, many: bool) -> tuple[nvrtc.Kernel, int]:
-    """The kernel, and how many of its blocks run at once."""
-    given = defined(width, tokens, dtype, many)
-    warps, blocks = (int(str(given[name])) for name in ("WARPS", "BLOCKS"))
-    kernel = nvrtc.Kernel(_SOURCE, "small_linear", given, device, 32 * warps, 0, waits=True)
-    return kernel, nvrtc.device_limits(device)[0] * blocks
+    return _built(_SOURCE, defined(width, tokens, dtype, many), device)
+
+
+def _built(source: Path, given: dict[str, int], device: int) -> tuple[nvrtc.Kernel, int]:
+    """The kernel of a text, which is called as its file is, and how many of its blocks run at once."""
+    kernel = nvrtc.Kernel(source, source.stem, given, device, 32 * given["WARPS"], 0, waits=True)
+    return kernel, nvrtc.device_limits(device)[0] * given["BLOCKS"]
 
 
 def small_linear_cuda(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -90,7 +92,7 @@ def small_linear_cuda(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return _launch(kernel, min(items, at_once), hidden, weights, rows)
 
 
-def packed_defined(width: int, tokens: int, dtype: torch.dtype) -> dict[str, object]:
+def packed_defined(width: int, tokens: int, dtype: torch.dtype) -> dict[str, int]:
     """What the text of the kernel for packed matrices wants to know."""
     units = width // _UNIT
     return {
@@ -105,11 +107,7 @@ def packed_defined(width: int, tokens: int, dtype: torch.dtype) -> dict[str, obj
 
 @lru_cache(maxsize=64)
 def _packed_kernel(device: int, width: int, tokens: int, dtype: torch.dtype) -> tuple[nvrtc.Kernel, int]:
-    """The kernel, and how many of its blocks run at once."""
-    given = packed_defined(width, tokens, dtype)
-    warps, blocks = (int(str(given[name])) for name in ("WARPS", "BLOCKS"))
-    kernel = nvrtc.Kernel(_PACKED_SOURCE, "packed_linear", given, device, 32 * warps, 0, waits=True)
-    return kernel, nvrtc.device_limits(device)[0] * blocks
+    return _built(_PACKED_SOURCE, packed_defined(width, tokens, dtype), device)
 
 
 def packed_linear_cuda(hidden: Tensor, matrices: Sequence[PackedMatrix]) -> Tensor:

@@ -8,68 +8,23 @@
 // many times minus the sum of the token's values, which is the same for all rows.
 //
 // The host defines: WIDTH (K, a multiple of 256), TOKENS (T, up to 16), WARPS (of a block, a divisor of WIDTH / 256),
-// MODEL_BF16.
+// BLOCKS (of a multiprocessor, at least), ROW_BLOCKS, MODEL_BF16.
+
+#include "linear.cuh"
 
 constexpr int ROWS = 8 * ROW_BLOCKS;
-constexpr int PASSES = WIDTH / (256 * WARPS);
-constexpr int HALVES = TOKENS > 8 ? 2 : 1;
 constexpr int CODES = 512, BLOCK = CODES + 64;  // bytes of 8 rows x 128 columns, groups of 32
 constexpr u64 ROW_OF_BLOCKS = WIDTH / 128 * BLOCK;
-static_assert(WIDTH % (256 * WARPS) == 0, "passes are whole");
-
-struct Params {
-    const uint4 *hidden;   // [T, WIDTH]
-    const u8 *weight[3];   // [rows_i / 8, WIDTH / 128] blocks
-    u16 *output;           // [T, rows]
-    int ends[3];           // rows of the first matrix, of the first two, of all: multiples of 8
-    int unused;
-};
-
-DEVICE u16 narrow(float x) {
-    u16 y;
-#if MODEL_BF16
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
-#else
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-#endif
-    return y;
-}
-
-#if MODEL_BF16
-#define TYPES "f32.bf16.bf16.f32"
-constexpr u32 CODE_BASE = 0x43004300u;
-constexpr float MIDDLE = 128 + 8;
-#else
-#define TYPES "f32.f16.f16.f32"
-constexpr u32 CODE_BASE = 0x64006400u;
-constexpr float MIDDLE = 1024 + 8;
-#endif
-DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col." TYPES " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
+constexpr u32 CODE_BASE = MODEL_BF16 ? 0x43004300u : 0x64006400u;
+constexpr float MIDDLE = (MODEL_BF16 ? 128 : 1024) + 8;
 DEVICE u32 code_pair(u32 word, int i) { return ((word >> (4 * i)) & 0x000f000fu) | CODE_BASE; }
 
-// Where a row of blocks begins; those behind the last are the last one.
+// Where a row of blocks begins; those behind the last are the last one. Matrices have multiples of 8 rows.
 DEVICE const u8 *blocks_of(const Params &p, int row) {
-    row = min(row, p.ends[2] - 8);
-    const int part = row < p.ends[0] ? 0 : row < p.ends[1] ? 1 : 2;
-    return p.weight[part] + (u64)((row - (part ? p.ends[part - 1] : 0)) / 8) * ROW_OF_BLOCKS;
+    const Place place = place_of(p, min(row, p.ends[2] - 8));
+    return place.matrix + (u64)(place.row / 8) * ROW_OF_BLOCKS;
 }
 
-DEVICE uint4 load_weight(const u8 *from) {
-    uint4 word;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w) : "l"(from));
-    return word;
-}
-DEVICE uint4 load_state(const uint4 *from, bool there) {
-    uint4 word = make_uint4(0, 0, 0, 0);
-    if (there)
-        asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w) : "l"(from) : "memory");
-    return word;
-}
 DEVICE float sum_of(uint4 x) {
     return ((low(x.x) + high(x.x)) + (low(x.y) + high(x.y))) + ((low(x.z) + high(x.z)) + (low(x.w) + high(x.w)));
 }
@@ -140,8 +95,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) packed_linear(c
                         const uint4 x = states[0][i], y = HALVES > 1 ? states[HALVES - 1][i] : make_uint4(0, 0, 0, 0);
                         const float second = HALVES > 1 ? offset[HALVES - 1][i] : 0.0f;
                         float part[4] = {offset[0][i], offset[0][i], second, second};
-                        mma(part, x.x, y.x, x.y, y.y, code_pair(words[q], 0), code_pair(words[q], 1));
-                        mma(part, x.z, y.z, x.w, y.w, code_pair(words[q], 2), code_pair(words[q], 3));
+                        mma_model(part, x.x, y.x, x.y, y.y, code_pair(words[q], 0), code_pair(words[q], 1));
+                        mma_model(part, x.z, y.z, x.w, y.w, code_pair(words[q], 2), code_pair(words[q], 3));
 #pragma unroll
                         for (int j = 0; j < 2; ++j) {
                             const u32 pair = pairs[j][q / 2];
@@ -165,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) packed_linear(c
             float all = 0.0f;
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) all += parts[w][token][i % ROWS];
-            if (row < p.ends[2]) p.output[(u64)token * p.ends[2] + row] = narrow(all);
+            if (row < p.ends[2]) p.output[(u64)token * p.ends[2] + row] = to_model(all);
         }
         __syncthreads();
     }

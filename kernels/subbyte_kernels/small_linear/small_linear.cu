@@ -13,59 +13,14 @@
 // The host defines: WIDTH (K, a multiple of 256), TOKENS (T, up to 16), WARPS (of a block, a divisor of WIDTH / 256),
 // BLOCKS (of a multiprocessor, at least), MODEL_BF16.
 
+#include "linear.cuh"
+
 constexpr int LOADS = 8;
-constexpr int PASSES = WIDTH / (256 * WARPS);
-constexpr int HALVES = TOKENS > 8 ? 2 : 1;
-static_assert(WIDTH % (256 * WARPS) == 0, "passes are whole");
 
-struct Params {
-    const uint4 *hidden;     // [T, WIDTH]
-    const uint4 *weight[3];  // [rows_i, WIDTH]
-    u16 *output;             // [T, rows]
-    int ends[3];             // rows of the first matrix, of the first two, of all
-    int unused;
-};
-
-DEVICE u16 narrow(float x) {
-    u16 y;
-#if MODEL_BF16
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
-#else
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-#endif
-    return y;
-}
-
-#if MODEL_BF16
-#define TYPES "f32.bf16.bf16.f32"
-#else
-#define TYPES "f32.f16.f16.f32"
-#endif
-DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col." TYPES " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// Where a lane's part of a row begins, in 16-byte words; rows behind the last are the last one.
+// Where a row begins, in 16-byte words; rows behind the last are the last one.
 DEVICE const uint4 *row_of(const Params &p, int row) {
-    row = min(row, p.ends[2] - 1);
-    const int part = row < p.ends[0] ? 0 : row < p.ends[1] ? 1 : 2;
-    return p.weight[part] + (u64)(row - (part ? p.ends[part - 1] : 0)) * (WIDTH / 8);
-}
-
-DEVICE uint4 load_weight(const uint4 *from) {
-    uint4 word;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w) : "l"(from));
-    return word;
-}
-
-DEVICE uint4 load_state(const uint4 *from, bool there) {
-    uint4 word = make_uint4(0, 0, 0, 0);
-    if (there)
-        asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w) : "l"(from) : "memory");
-    return word;
+    const Place place = place_of(p, min(row, p.ends[2] - 1));
+    return reinterpret_cast<const uint4 *>(place.matrix) + (u64)place.row * (WIDTH / 8);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) small_linear(const __grid_constant__ Params p) {
@@ -100,8 +55,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) small_linear(co
 #pragma unroll
             for (int i = 0; i < LOADS; ++i) {
                 const uint4 w = weights[i], x = states[0][i], y = HALVES > 1 ? states[HALVES - 1][i] : make_uint4(0, 0, 0, 0);
-                mma(sum[0], x.x, y.x, x.y, y.y, w.x, w.y);
-                mma(sum[1], x.z, y.z, x.w, y.w, w.z, w.w);
+                mma_model(sum[0], x.x, y.x, x.y, y.y, w.x, w.y);
+                mma_model(sum[1], x.z, y.z, x.w, y.w, w.z, w.w);
                 if (more) weights[i] = load_weight(from + 4 * i);
             }
         }
@@ -114,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) small_linear(co
             float all = 0.0f;
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) all += parts[turn][w][token][i % 8];
-            if (row < p.ends[2]) p.output[(u64)token * p.ends[2] + row] = narrow(all);
+            if (row < p.ends[2]) p.output[(u64)token * p.ends[2] + row] = to_model(all);
         }
     }
 }
