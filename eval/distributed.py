@@ -34,6 +34,8 @@ from commits import commit_of
 
 import hf_subbyte_moe
 from hf_subbyte_moe.cache import EntropySubbyteCache
+from hf_subbyte_moe.cli.clock import DeviceClock
+from hf_subbyte_moe.cli.generate_timing import fill
 from hf_subbyte_moe.cli.shapes import random_model_of
 from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.config import RoutingConfig
@@ -59,16 +61,12 @@ MODES = ("single", "tensor", "expert")
 _STATE_BYTES = 2  # of an element of a hidden state
 
 
-class Watch:
-    """Time of a step, and of everything: when it is spent, nothing more begins."""
+class Watch(DeviceClock):
+    """A device's clock, and the time that everything has: when it is spent, nothing more begins."""
 
     def __init__(self, device: torch.device, seconds: float) -> None:
-        self.device, self._end = device, time.monotonic() + seconds
-
-    def wait(self) -> None:
-        """Until the device is done."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        super().__init__(device)
+        self._end = time.monotonic() + seconds
 
     def spent(self) -> bool:
         """Whether time is over, on any rank: all decide alike."""
@@ -82,20 +80,7 @@ def filled_cache(model: Any, packed: bool, batch: int, context: int, bits: float
     """A cache of random keys and values, as much of them as this rank holds."""
     text = model.config.get_text_config(decoder=True)
     cache: Any = EntropySubbyteCache(text, policy="uniform", bits=bits) if packed else DynamicCache(config=text)
-    attention = next(module for module in model.modules() if hasattr(module, "k_proj"))
-    weight: Any = attention.k_proj.weight
-    local = weight.to_local() if hasattr(weight, "to_local") else weight
-    heads = local.shape[0] // attention.head_dim
-    random = torch.Generator(local.device).manual_seed(dist.get_rank() if dist.is_initialized() else 0)
-    size = (batch, heads, context, attention.head_dim)
-    for layer in range(text.num_hidden_layers):
-        states = [torch.empty(size, dtype=local.dtype, device=local.device) for _ in range(2)]
-        for side in states:
-            for row in side:
-                row.normal_(generator=random)
-        cache.update(*states, layer)
-        if packed:
-            cache.layers[layer].settle(None)
+    fill(model, cache, torch.empty(batch, context, dtype=torch.int64, device=model.device))
     return cache
 
 
@@ -308,15 +293,15 @@ def main(
     device = rank_device()
     if mode != "single":
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    watch = Watch(device, config["seconds"])
     conditions = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "device": watch.name,
         "backend": dist.get_backend() if dist.is_initialized() else None,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "package": hf_subbyte_moe.__version__,
         "commit": commit_of(ROOT) if commit is None else commit,
     }
-    watch = Watch(device, config["seconds"])
     save = writer(ROOT / config["out"] if out is None else out, conditions)
     for asked in config["models"]:
         if watch.spent():

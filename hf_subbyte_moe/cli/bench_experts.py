@@ -39,7 +39,7 @@ from hf_subbyte_moe.cli.offload_timing import (
 )
 from hf_subbyte_moe.cli.outputs import JsonFile
 from hf_subbyte_moe.cli.running import reference_folder
-from hf_subbyte_moe.cli.shapes import SHAPES, random_model
+from hf_subbyte_moe.cli.shapes import SHAPES, TOY, random_model
 from hf_subbyte_moe.config import OFF
 from hf_subbyte_moe.experts import PREDICTOR_SIDECAR_NAME, Heads, engine_of
 from hf_subbyte_moe.experts.memory import available_memory
@@ -50,7 +50,6 @@ from hf_subbyte_moe.routing.families import experts_of_router, find_routers
 
 REFERENCE = "reference"
 SYSTEMS = (NONE, PREVIOUS, GATE, HEAD, ORACLE, ACCELERATE)
-_TOY = "toy"  # the shape that a CPU can time
 _HOST_SHARE = 0.5
 
 
@@ -240,8 +239,8 @@ def bench_experts(
     for name in shapes:
         if name not in SHAPES:
             raise ValueError(f"--model {name!r} is not possible: one of {list(SHAPES)}")
-    if not torch.cuda.is_available() and shapes != [_TOY]:
-        raise ValueError(f"bench experts needs a CUDA device; without one only --model {_TOY} is timed, to try it")
+    if not torch.cuda.is_available() and shapes != [TOY]:
+        raise ValueError(f"bench experts needs a CUDA device; without one only --model {TOY} is timed, to try it")
     known = reference_statistics(statistics)
     every = {REFERENCE: known, UNIFORM: known.flattened()}
     for name, allowed, given in (("trace", list(every), trace), ("system", list(SYSTEMS), system)):

@@ -34,7 +34,7 @@ from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.cli.clock import DeviceClock
 from hf_subbyte_moe.cli.generate_timing import Measured, measure
 from hf_subbyte_moe.cli.outputs import JsonFile
-from hf_subbyte_moe.cli.shapes import SHAPES, config_of, random_model_of, random_packed_model
+from hf_subbyte_moe.cli.shapes import SHAPES, TOY, config_of, random_model_of, random_packed_model
 from hf_subbyte_moe.distributed.launch import grouped, rank, rank_device, ranks
 from hf_subbyte_moe.roofline import Shape, shape_of
 
@@ -55,7 +55,6 @@ _OURS: dict[str, dict[str, Any]] = {
 SYSTEMS = (STOCK, STATIC, *_OURS)
 _INT4_BITS = 4.5
 _SLOW_TOKENS = 24  # of systems whose every token takes long
-_ON_CPU = "toy"  # the shape that needs no GPU
 _BF16 = "bf16"
 # of an expert's weights, scales included
 _WEIGHT_BITS = {_BF16: 16.0, "int4": _INT4_BITS, "int4-g64": 4.25, "fp8": 8.125}
@@ -228,8 +227,8 @@ def _checked(models: list[str], layers: int | None, systems: list[str] | None, w
         for name in given:
             if name not in possible:
                 raise typer.BadParameter(f"{name!r} is not one of {possible}")
-    if not torch.cuda.is_available() and set(models) != {_ON_CPU}:
-        raise typer.BadParameter(f"bench latency needs a CUDA device for real shapes; {_ON_CPU!r} runs on a CPU")
+    if not torch.cuda.is_available() and set(models) != {TOY}:
+        raise typer.BadParameter(f"bench latency needs a CUDA device for real shapes; {TOY!r} runs on a CPU")
     if weights != _BF16 and ranks() > 1:
         raise ValueError(f"--weights {weights} is not possible on several ranks, which share {_BF16} experts alone")
     for name in models:

@@ -24,6 +24,7 @@ from hf_subbyte_moe.experts.quantized import layout_of, put_packed
 from hf_subbyte_moe.ops_moe import ExpertLayout
 
 
+TOY = "toy"  # to try a command, on a CPU too
 _INITIAL_STD = 0.02
 
 
@@ -116,7 +117,7 @@ SHAPES: dict[str, Callable[..., PreTrainedConfig]] = {
     "Mixtral-8x22B": _mixtral_8x22b,
     "DeepSeek-V2-Lite": _deepseek_v2_lite,
     "Qwen3-30B-A3B": _qwen3_30b_a3b,
-    "toy": _toy,  # to try a command
+    TOY: _toy,
 }
 
 
