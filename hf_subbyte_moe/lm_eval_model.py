@@ -8,7 +8,8 @@ before the first tile is due is read at once, which is the same.
 How the prompt is read stands in every result, with bytes, speed and ``packed_tokens_read`` by task and length. A task
 during which no query met a packed token fails.
 
-Gives up: batches of log-likelihoods, since padding on the right would be cached; and data-parallel runs.
+Gives up: batches of log-likelihoods whose contexts differ in length, since what is packed when would differ, too; and
+data-parallel runs.
 """
 
 import json
@@ -127,6 +128,25 @@ def _stock_bytes(cache: Cache, width: int) -> float:
             columns = int(layer.get_seq_length()) - (exact[0].shape[-2] if exact[0].ndim == 4 else 0)
             total += 2 * columns * width * (layer.nbits + 2 * _SCALE_BITS / layer.q_group_size) / 8
     return total
+
+
+def _alike(lengths: Sequence[tuple[int, ...]], rows: int | str) -> Iterator[list[int]]:
+    """Numbers of requests that can be scored together: contexts as long as each other, continuations nearly so.
+
+    Args:
+        lengths: of every request's context and continuation.
+        rows: of a batch, at most; anything but a number, as "auto", means 1.
+    """
+    most = rows if isinstance(rows, int) else 1
+    batch: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda number: lengths[number]):
+        (context, continuation), first = lengths[number], lengths[batch[0]] if batch else lengths[number]
+        if len(batch) == most or context != first[0] or continuation - first[1] > BLOCK:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
 
 
 @register_model("subbyte")
@@ -293,32 +313,47 @@ class SubByteLM(HFLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        answers = []
-        for key, context, continuation in tqdm(requests, desc="loglikelihood", disable=disable_tqdm, leave=False):
+        for _, context, continuation in requests:
             if not context or not continuation:
                 raise ValueError("a request for a log-likelihood has no context or nothing to score")
             if len(context) + len(continuation) > self.max_length + 1:
                 raise self._too_long(len(context) + len(continuation) - 1, self.max_length)
-            answer = self._score(context, continuation)
-            answers.append(answer)
-            if key is not None:
-                self.cache_hook.add_partial("loglikelihood", key, answer)
+        rows = override_bs or self.batch_size
+        answers: list[Any] = [None] * len(requests)
+        with tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm, leave=False) as bar:
+            for numbers in _alike([tuple(map(len, request[1:])) for request in requests], rows):
+                made = self._score([requests[number][1:] for number in numbers])
+                for number, answer in zip(numbers, made, strict=True):
+                    answers[number] = answer
+                    if requests[number][0] is not None:
+                        self.cache_hook.add_partial("loglikelihood", requests[number][0], answer)
+                bar.update(len(numbers))
         return answers
 
-    def _score(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-        """Log-probability of a continuation, and whether greedy decoding would say it."""
-        ids = torch.tensor([(context + continuation)[:-1]], device=self.device)
-        targets = torch.tensor(continuation, device=self.device)
+    def _score(self, requests: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation, and whether greedy decoding would say it; equally long contexts."""
+        prefill, longest = len(requests[0][0]) - 1, max(len(continuation) for _, continuation in requests)
+        # what follows a shorter continuation is fed and not scored
+        targets = torch.tensor(
+            [continuation + continuation[-1:] * (longest - len(continuation)) for _, continuation in requests],
+            device=self.device,
+        )
+        contexts = torch.tensor([context for context, _ in requests], device=self.device)
+        ids = torch.cat([contexts, targets[:, :-1]], dim=1)
         cache = self._new_cache()
-        total, greedy, done = 0.0, True, 0
-        for logits in self._steps(ids, len(context) - 1, cache):
-            wanted = targets[done : done + logits.shape[1]]
+        found, right, done = [], [], 0
+        for logits in self._steps(ids, prefill, cache):
+            wanted = targets[:, done : done + logits.shape[1], None]
             done += logits.shape[1]
-            total += float(logits[0].log_softmax(-1).gather(1, wanted[:, None]).sum())
-            greedy = greedy and bool((logits[0].argmax(-1) == wanted).all())
-        self._usage.prompt_tokens.append(ids.shape[1])
-        self._weigh(cache, 1)
-        return total, greedy
+            found.append(logits.log_softmax(-1).gather(2, wanted)[:, :, 0])
+            right.append(logits.argmax(-1, keepdim=True) == wanted)
+        logs, greedy = torch.cat(found, dim=1).cpu(), torch.cat(right, dim=1)[:, :, 0].cpu()
+        lengths = [len(continuation) for _, continuation in requests]
+        self._usage.prompt_tokens += [prefill + length for length in lengths]
+        self._weigh(cache, len(requests))
+        return [
+            (float(logs[row, :length].sum()), bool(greedy[row, :length].all())) for row, length in enumerate(lengths)
+        ]
 
     def _steps(self, ids: Tensor, prefill: int, cache: Cache) -> Iterator[Tensor]:
         """Logits from ``prefill`` on."""

@@ -23,7 +23,7 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from hf_subbyte_moe.cache import EntropySubbyteCache, count_packed_reads  # noqa: E402
-from hf_subbyte_moe.lm_eval_model import SubByteLM  # noqa: E402
+from hf_subbyte_moe.lm_eval_model import SubByteLM, _alike  # noqa: E402
 from hf_subbyte_moe.patching import use_packed_attention  # noqa: E402
 from hf_subbyte_moe.scoring import decode  # noqa: E402
 
@@ -117,6 +117,26 @@ def test_exact_tiles_score_as_the_stock_model_does_and_coarse_ones_do_not(
     assert (numbers(coarse) - stock).abs().max() > 1e-2
     lm.choose_cache("dynamic")
     torch.testing.assert_close(numbers(evaluate(lm, config)), stock, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["loglikelihood", "multiple_choice", "loglikelihood_rolling"])
+def test_requests_that_are_scored_together_get_what_they_get_alone(
+    kind: str, model: PreTrainedModel, documents: Path
+) -> None:
+    config = task(kind, documents)
+    alone, together = (evaluate(ours(model, batch_size=rows), config) for rows in (1, 4))
+    torch.testing.assert_close(numbers(together), numbers(alone), rtol=1e-4, atol=1e-3)
+    said = [found["config"]["subbyte"]["usage"][f"local_{kind}"][str(CONTEXT)] for found in (alone, together)]
+    assert said[0]["requests"] == said[1]["requests"]
+    assert said[0]["prompt_tokens"] == said[1]["prompt_tokens"]
+
+
+def test_batches_hold_equal_contexts_and_little_padding() -> None:
+    lengths = [(9, 5), (9, 90), (7, 1), (9, 1), (9, 70), (9, 3)]
+    assert list(_alike(lengths, 3)) == [[2], [3, 5, 0], [4, 1]]
+    assert list(_alike(lengths, 2)) == [[2], [3, 5], [0], [4, 1]]
+    assert list(_alike(lengths, "auto")) == [[2], [3], [5], [0], [4], [1]]
+    assert list(_alike([], 2)) == []
 
 
 @pytest.mark.parametrize("prefill", ["one-piece", "chunked"])
