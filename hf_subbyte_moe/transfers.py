@@ -7,6 +7,7 @@ together, comes while both go on, and is read when it has had the time to come.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -46,11 +47,19 @@ def following(stream: torch.cuda.Stream | None) -> Iterator[None]:
         stream.wait_stream(current)  # memory of what is dropped is the other stream's, which may write to it at once
 
 
+@lru_cache(maxsize=64)
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of a GPU for many small kernels, which go before those of others wherever there is room for them."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
 class Answers:
     """What the host wants to know about tensors of one device: asked together, read later, with one wait."""
 
     def __init__(self) -> None:
         self._asked: list[Tensor] = []
+        self._beside: torch.cuda.Stream | None = None
+        self._kept: list[object] = []
         self._sent: Tensor | None = None
         self._event: torch.cuda.Event | None = None
         self._found: list[Floats] | None = None
@@ -62,19 +71,42 @@ class Answers:
         part = slice(first, len(self._asked))
         return lambda: self._read()[part]
 
+    @contextmanager
+    def beside(self, *read: Tensor, keep: object) -> Iterator[None]:
+        """Ask for what the current stream need not wait for: on a GPU, it is computed on another one.
+
+        Args:
+            *read: large tensors that are read there; they may be dropped before they were.
+            keep: holds everything else that is read there, for as long as nobody has read the answers.
+        """
+        if not read[0].is_cuda:
+            yield
+            return
+        self._kept.append(keep)
+        self._beside = side_stream(read[0].device)
+        self._beside.wait_stream(torch.cuda.current_stream(read[0].device))
+        for tensor in read:
+            tensor.record_stream(self._beside)
+        with torch.cuda.stream(self._beside):
+            yield
+
     def send(self) -> None:
         """Let all that was asked for come to the host."""
         if not self._asked:
             return
-        together = torch.cat([tensor.float().flatten() for tensor in self._asked])
-        self._sent = together.to("cpu", non_blocking=together.is_cuda)  # which means pinned memory
-        if together.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(together.device))
+        if self._beside is not None:
+            self._beside.wait_stream(torch.cuda.current_stream(self._beside.device))
+        with torch.cuda.stream(self._beside):
+            together = torch.cat([tensor.float().flatten() for tensor in self._asked])
+            self._sent = together.to("cpu", non_blocking=together.is_cuda)  # which means pinned memory
+            if together.is_cuda:
+                self._event = torch.cuda.Event()
+                self._event.record(torch.cuda.current_stream(together.device))
 
     def _read(self) -> list[Floats]:
         if self._found is None:
             self._found = self._arrived()
+            self._kept.clear()
         return self._found
 
     def _arrived(self) -> list[Floats]:

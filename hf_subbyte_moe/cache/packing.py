@@ -7,6 +7,7 @@ same calls.
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -230,7 +231,7 @@ class PackedRows(StoredRows):
             elif more:
                 key, recent_key = self._balanced(rows, recent_key[:, region], key, recent_key)
             part = (recent_key[:, region], recent_value[:, region])
-            measured = self._measure(rows, key, value, part, more, sampled, answers)
+            measured = self._measure(rows, key, value, part, more, sampled, answers, beside=ahead and not held)
         del queries  # many more than the sampled ones
         yield None if measured is None else measured.tiers
         if unusual is not None and unusual()[0]:
@@ -264,22 +265,30 @@ class PackedRows(StoredRows):
         more: int,
         queries: SampledQueries | None,
         answers: Answers,
+        beside: bool = False,
     ) -> _Measuring:
-        """Fit means and tables to a region of ``more`` tiles, and measure it, if that is possible."""
+        """Fit means and tables to a region of ``more`` tiles, and measure it, if that is possible.
+
+        ``beside``: with the model going on meanwhile; for rows that hold nothing yet.
+        """
         self.codecs.fit(rows, *region, freeze=more > 0)
         if queries is not None:
             queries = self.codecs.balance.of_prompt(queries, rows)
             self.codecs.see_queries(rows, queries)
         sides = self._sides(rows)
-        probe, settled = None, bool(self.settled[rows.first])
+        settled = bool(self.settled[rows.first])
         enough = _MIN_NEW_QUERIES if settled else _MIN_QUERIES
         alike = self._policy.needs.chunk is not None  # the policy goes by position alone
-        if queries is not None and key.shape[1] >= enough and not alike:
-            probe = self._probe(rows, key, value, queries)
-        if probe is None and settled and not alike:
+        probes = queries is not None and key.shape[1] >= enough and not alike
+        if not probes and settled and not alike:
             later = np.repeat(self.choices.later(rows)[:, None], more, axis=1)
             return _Measuring(sides, lambda: later)
-        chunks, choices = self._chunks(rows, region, more, probe, sides, answers), self.choices
+        place: AbstractContextManager[None] = nullcontext()
+        if queries is not None and probes and beside:
+            place = answers.beside(key, value, *region, queries.probe, keep=sides)
+        with place:
+            probe = self._probe(rows, key, value, queries) if queries is not None and probes else None
+            chunks, choices = self._chunks(rows, region, more, probe, sides, answers), self.choices
         length = int(self.lengths[rows.first]) + key.shape[1]
         return _Measuring(
             sides,

@@ -2,7 +2,8 @@
 
 Where the host would have to wait between the two, as for a GPU, it goes on with the model: a layer's tokens are stored
 and packed after the next layer's attention call, or when anybody asks for the layer's rows. Until then the GPU has
-work to do. A wait is also what it takes to look for NaN and Inf, so tokens are looked at then, too.
+work to do; a first prompt is measured beside it, on a stream of its own, as that takes many small kernels. A wait is
+also what it takes to look for NaN and Inf, so tokens are looked at then, too.
 
 Gives up: all groups of a layer's rows are measured before any is stored, so one layer's exact keys and values more
 are held meanwhile, and up to two where rows are padded or a prompt comes in pieces, as these are copied; ranks that

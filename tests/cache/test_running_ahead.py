@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from hf_subbyte_moe.cache import CACHE_NAME, EntropySubbyteCache, attention
 from hf_subbyte_moe.compat import CACHE_KW, cache_of
 from hf_subbyte_moe.policy import statistics as statistics_module
-from hf_subbyte_moe.transfers import Answers
+from hf_subbyte_moe.transfers import Answers, side_stream
 from support.ahead import (
     LAYERS,
     POLICIES,
@@ -34,6 +35,7 @@ from support.models import left_padded, prompt
 from support.packing import packed_at_once, shaped_at_once, unpacked_at_once
 
 
+POISON = (torch.bfloat16, torch.float32)
 _WAITS = (
     "_local_scalar_dense",
     "nonzero",
@@ -304,4 +306,36 @@ def test_a_prompt_may_be_packed_on_another_stream() -> None:
         assert ours.layers[2].rows
     poison = [torch.full_like(states, torch.nan) for _ in range(8)]
     assert_same(ours, plain)
+    del poison
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("policy", ["auto", "error", "entropy"])
+def test_a_prompt_is_measured_beside_the_model_and_its_numbers_outlive_it(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = make_model(head_dim=64).cuda().bfloat16(), prompt(600).cuda()
+    plain, ours = (make_cache(model, **POLICIES[policy]) for _ in range(2))
+    run(model, plain, ids)
+    expected = [layer.statistics.chunks for layer in plain.layers]
+    busy, beside = torch.randn(8192, 8192, device="cuda"), Answers.beside
+
+    @contextmanager
+    def late(answers: Answers, *read: Tensor, keep: object) -> Iterator[None]:
+        with beside(answers, *read, keep=keep):
+            busy @ busy
+            yield
+
+    monkeypatch.setattr(Answers, "beside", late)
+    measured = [layer.statistics for layer in ours.layers]
+    run(model, ours, ids)
+    torch.cuda.current_stream().synchronize()
+    assert not side_stream(ids.device).query()
+    del ours
+    poison = [torch.full((600, 2, 64), torch.nan, dtype=dtype, device="cuda") for dtype in POISON for _ in range(200)]
+    for statistics, chunks in zip(measured, expected, strict=True):
+        for found, known in zip(statistics.chunks[0], chunks[0], strict=True):
+            for name in ("entropy", "mass", "errors", "tiers"):
+                assert np.array_equal(getattr(found, name), getattr(known, name))
     del poison
