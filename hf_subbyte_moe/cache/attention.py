@@ -156,12 +156,13 @@ def _prompt(
     layer, latent = view.layer, isinstance(view, ExpandedView)
     layer.set_starts(row_starts(attention_mask, query.shape[0], layer))
     causal = among_new(attention_mask, layer) if layer.has_tiles else None
+    seen: tuple[Tensor, Tensor] | None = None
     if causal is not None and query.shape[2] <= MAX_TOKENS:
         output = _packed(module, view, query, layer.rows.exact(layer.pending, causal), form)
     else:  # history is dequantized once for all queries, one layer's at a time
         states = layer.pending
         if layer.rows.lengths.any():
-            states = layer.dequantize()
+            states = seen = layer.dequantize()
             if attention_mask is None:  # to some functions that means queries as many as keys, or keys without a query
                 attention_mask = _causal(query, states[0])
         if latent:
@@ -169,7 +170,7 @@ def _prompt(
         output, _ = _previous(module, query, *states, attention_mask, scaling=form.scaling, dropout=0.0, **kwargs)
         _count(query.shape[2] * layer.packed_tokens)
     weight = None if latent else output_weight(module, output)
-    layer.settle(PromptQueries(query, form, weight, partial(absorb_query, module) if latent else None))
+    layer.settle(PromptQueries(query, form, weight, partial(absorb_query, module) if latent else None, seen))
     return output
 
 

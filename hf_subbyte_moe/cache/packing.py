@@ -225,13 +225,15 @@ class PackedRows(StoredRows):
         if more or (recent_key.shape[1] >= _MIN_REGION and not self.settled[rows.first]):
             region = slice(more * TILE_TOKENS if more else None)
             sampled = None if queries is None else self._sampled(queries)
+            seen = None if queries is None else queries.seen
             if more and ahead and not tiles and not self.codecs.saw_queries(rows):
                 needed = self.codecs.balance.needed(recent_key[:, region])
                 unusual = None if needed is None else answers.ask(needed)
             elif more:
                 key, recent_key = self._balanced(rows, recent_key[:, region], key, recent_key)
             part = (recent_key[:, region], recent_value[:, region])
-            measured = self._measure(rows, key, value, part, more, sampled, answers, beside=ahead and not held)
+            measured = self._measure(rows, key, value, part, more, sampled, answers, seen, ahead and not held)
+            del seen
         del queries  # many more than the sampled ones
         yield None if measured is None else measured.tiers
         if unusual is not None and unusual()[0]:
@@ -265,11 +267,21 @@ class PackedRows(StoredRows):
         more: int,
         queries: SampledQueries | None,
         answers: Answers,
+        seen: tuple[Tensor, Tensor] | None = None,
         beside: bool = False,
     ) -> _Measuring:
         """Fit means and tables to a region of ``more`` tiles, and measure it, if that is possible.
 
-        ``beside``: with the model going on meanwhile; for rows that hold nothing yet.
+        Args:
+            rows: which.
+            key: ``[b * H, n, D]`` new keys.
+            value: ``[b * H, n, Dv]``.
+            region: exact tokens behind the rows' tiles, of both sides.
+            more: tiles of these that will be packed.
+            queries: the sampled ones, or None.
+            answers: to ask for what is measured.
+            seen: ``[b, H, N, D]`` all keys and values of the rows; needed where some are packed.
+            beside: with the model going on meanwhile; for rows that hold nothing yet.
         """
         self.codecs.fit(rows, *region, freeze=more > 0)
         if queries is not None:
@@ -287,7 +299,7 @@ class PackedRows(StoredRows):
         if queries is not None and probes and beside:
             place = answers.beside(key, value, *region, queries.probe, keep=sides)
         with place:
-            probe = self._probe(rows, key, value, queries) if queries is not None and probes else None
+            probe = self._probe(rows, key, value, queries, seen) if queries is not None and probes else None
             chunks, choices = self._chunks(rows, region, more, probe, sides, answers), self.choices
         length = int(self.lengths[rows.first]) + key.shape[1]
         return _Measuring(
@@ -295,27 +307,29 @@ class PackedRows(StoredRows):
             lambda: choices.choose(rows, list(zip(*(chunk() for chunk in chunks), strict=True)), length),
         )
 
-    def _probe(self, rows: RowGroup, key: Tensor, value: Tensor, queries: SampledQueries) -> RowProbe:
+    def _probe(
+        self,
+        rows: RowGroup,
+        key: Tensor,
+        value: Tensor,
+        queries: SampledQueries,
+        seen: tuple[Tensor, Tensor] | None,
+    ) -> RowProbe:
         """Sampled queries of some rows' new tokens over everything that they see."""
-        held, first = int(self.lengths[rows.first]), int(self.first_recent()[rows.first])
-        position = positions_on(key.shape[1], key.device)
-        index = torch.arange(held, held + key.shape[1], device=key.device)
-        if held:
-            sink_key, sink_value = self._held(rows, 0, min(held, self._config.sinks))
-            old_key, old_value = self._held(rows, first, max(first, held))
-            key = torch.cat([sink_key, old_key, key], dim=1)
-            value = torch.cat([sink_value, old_value, value], dim=1)
-            # what is held is older than every query
-            index = torch.cat([index.new_full((key.shape[1] - len(index),), -1), index])
-        visible = (index <= (held + position)[:, None])[None]
+        held = int(self.lengths[rows.first])
+        position = held + positions_on(key.shape[1], key.device)
+        if seen is not None:
+            key, value = (states.flatten(0, 1) for states in seen)
+            key = self.codecs.balance.divided(key, rows)
+        elif held:
+            assert not self.store.counts[rows.first]
+            old_key, old_value = self._held(rows, 0, held)
+            key, value = torch.cat([old_key, key], dim=1), torch.cat([old_value, value], dim=1)
+        visible = (torch.arange(key.shape[1], device=key.device) <= position[:, None])[None]
         shape = (len(rows), self.heads)
         states = attention_states(key.unflatten(0, shape), value.unflatten(0, shape), self._latent)
-        exact = ExactTokens(*states, visible)
-        tiles = self._packed_rows(rows) if self.store.counts[rows.first] else None
-        return RowProbe(
-            *(queries.probe, held + position, exact, tiles),
-            *(queries.form, queries.weight, self._latent, self.choices.ranks),
-        )
+        exact, ranks = ExactTokens(*states, visible), self.choices.ranks
+        return RowProbe(queries.probe, position, exact, queries.form, queries.weight, self._latent, ranks)
 
     def _chunks(
         self,

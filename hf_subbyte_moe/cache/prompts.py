@@ -1,7 +1,7 @@
 """What goes between a prompt's attention call, the packing of its layer, and whoever asks afterwards."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,12 +23,23 @@ class PromptQueries:
         form: scores to probabilities.
         weight: ``[hidden, HQ * Dv]`` output projection, or None.
         absorb: makes queries fit the stored keys where these are latents; None where they fit already.
+        seen: ``[B, H, T, D]`` keys and values of all tokens so far, read back where they were packed; None where
+            nobody did that, and for a first prompt.
     """
 
     query: Tensor
     form: AttentionForm
     weight: Tensor | None
     absorb: Callable[[Tensor], Tensor] | None = None
+    seen: tuple[Tensor, Tensor] | None = None
+
+    def of(self, rows: slice | Tensor, new: int, tokens: int) -> "PromptQueries":
+        """Those of some rows alone, which have ``new`` new tokens, the last of ``tokens``."""
+        seen = None
+        if self.seen is not None:
+            keys, values = (states[rows][:, :, states.shape[2] - tokens :] for states in self.seen)
+            seen = (keys, values)
+        return replace(self, query=self.query[rows][:, :, self.query.shape[2] - new :], seen=seen)
 
     def sampled(self, probe: Tensor, moment: Tensor | None) -> "SampledQueries":
         """The queries at ``[S]`` places to measure with, and at ``[M]`` places for their moments, if at any."""

@@ -15,7 +15,6 @@ than their prompt's, if one thread does both; what is packed already is the call
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -144,10 +143,12 @@ class SettlingLayer(CacheLayerMixin):
         unseen = (key_states, value_states) if waits_cost(key_states) else ()
         finite = answers.ask(*(torch.isfinite(states).all() for states in unseen))
         for rows in groups:
-            new = slice(key_states.shape[2] - int(behind[rows.first]), None)
+            count = int(behind[rows.first])
+            new = slice(key_states.shape[2] - count, None)
             states = (key_states[rows.index][:, :, new], value_states[rows.index][:, :, new])
-            seen = None if queries is None else replace(queries, query=queries.query[rows.index][:, :, new])
-            adding.append(self.rows.add(rows, *states, seen, answers, ahead))
+            total = int(self.rows.lengths[rows.first]) + count
+            theirs = None if queries is None else queries.of(rows.index, count, total)
+            adding.append(self.rows.add(rows, *states, theirs, answers, ahead))
             choose = next(adding[-1])
             if choose is not None:
                 choices.append(choose)

@@ -111,15 +111,11 @@ class StoredRows:
     def packed(self) -> AttentionTiles:
         """Packed keys and values of all rows, as attention sees them; the same object until a tile changes."""
         if self.store.view is None:
-            self.store.view = self._packed_rows(RowGroup(range(len(self.lengths)), self.window.keys.device))
+            every = RowGroup(range(len(self.lengths)), self.window.keys.device)
+            keys, values = (self._packed_side(side, every) for side in (KEYS, VALUES))
+            whole = (keys, values) if self._latent else (keys,)
+            self.store.view = AttentionTiles(keys=whole, values=keys if self._latent else values)
         return self.store.view
-
-    def _packed_rows(self, rows: RowGroup) -> AttentionTiles:
-        """Packed keys and values of some rows."""
-        keys, values = (self._packed_side(side, rows) for side in (KEYS, VALUES))
-        if self._latent:
-            return AttentionTiles(keys=(keys, values), values=keys)
-        return AttentionTiles(keys=(keys,), values=values)
 
     def _packed_side(self, side: int, rows: RowGroup, tiles: slice = slice(None)) -> PackedTiles:
         """Some tiles of keys or values of some rows."""

@@ -26,13 +26,10 @@ from hf_subbyte_moe.codecs.shaping import Shaping, pack_shaped, shapes
 from hf_subbyte_moe.distributed.heads import HeadRanks, local_columns
 from hf_subbyte_moe.ops import (
     TILE_TOKENS,
-    AttentionResult,
-    AttentionTiles,
     Encoding,
     ExactTokens,
     Order,
     attention_statistics,
-    decode_attention,
     pack_tiles,
     probe_attention,
     unpack_tiles,
@@ -194,7 +191,6 @@ class RowProbe:
         query: Tensor,
         query_index: Tensor,
         exact: ExactTokens,
-        tiles: AttentionTiles | None,
         form: AttentionForm,
         weight: Tensor | None,
         latent: bool = False,
@@ -205,26 +201,17 @@ class RowProbe:
         Args:
             query: ``[B, HQ, S, D]`` sampled queries.
             query_index: ``[S]`` their positions in each row.
-            exact: the rows' exact tokens ``[B, H, E, D]`` with the mask ``[1, S, E]`` of these queries.
-            tiles: the rows' packed keys and values, or None.
+            exact: all tokens of the rows ``[B, H, E, D]`` with the mask ``[1, S, E]`` of these queries.
             form: scores to probabilities.
             weight: ``[hidden, HQ * Dv]`` output projection, or None.
             latent: the sides are a latent, which is value and part of the key, and the rest of the key.
             ranks: who holds the layer's other heads; None where these are all.
         """
         self.rows, self._row_heads = exact.keys.shape[:2]
-        if tiles is None:
-            heads = ExactTokens(exact.keys.flatten(0, 1)[None], exact.values.flatten(0, 1)[None], exact.visible)
-            sinks = None if form.sink_logits is None else form.sink_logits.repeat(self.rows)
-            attended = probe_attention(query.flatten(0, 1), heads, form.scaling, form.softcap, sinks)
-            self.output, self.lse, self.entropy = attended.output, attended.lse, attended.entropy
-        else:
-            seen = ExactTokens(exact.keys, exact.values, exact.visible.expand(self.rows, -1, -1))
-            result: AttentionResult = decode_attention(query, seen, tiles, *form, backend="torch")
-            assert result.entropy is not None
-            self.output, self.lse, self.entropy = (
-                states.flatten(0, 1) for states in (result.output, result.lse, result.entropy)
-            )
+        heads = ExactTokens(exact.keys.flatten(0, 1)[None], exact.values.flatten(0, 1)[None], exact.visible)
+        sinks = None if form.sink_logits is None else form.sink_logits.repeat(self.rows)
+        attended = probe_attention(query.flatten(0, 1), heads, form.scaling, form.softcap, sinks)
+        self.output, self.lse, self.entropy = attended.output, attended.lse, attended.entropy
         self.query, self.query_index, self._form, self._latent = query.flatten(0, 1), query_index, form, latent
         self._heads, self._ranks = self.rows * self._row_heads, ranks
         self._weight = None

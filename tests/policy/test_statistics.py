@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_subbyte_moe.codecs import Codec, Table, get_codec
 from hf_subbyte_moe.codecs.codebooks import universal_table
 from hf_subbyte_moe.codecs.rotation import rotation_signs
-from hf_subbyte_moe.ops import TILE_TOKENS, AttentionTiles, ExactTokens
+from hf_subbyte_moe.ops import TILE_TOKENS, ExactTokens
 from hf_subbyte_moe.policy import (
     CANDIDATES,
     KEYS,
@@ -28,7 +28,7 @@ from hf_subbyte_moe.policy import statistics as statistics_module
 from hf_subbyte_moe.policy.policies import prior_errors
 from hf_subbyte_moe.transfers import Answers
 from subbyte_kernels.lanes import Order
-from support.packing import CPU, gaussian, packed_side, rotation
+from support.packing import CPU, gaussian, rotation
 
 
 HEADS, DIM, SCALING, FIRST = 2, 32, 32**-0.5, 4
@@ -64,7 +64,7 @@ class Row:
     sides: tuple[SideCodec, SideCodec]
 
     def probe(self) -> RowProbe:
-        return RowProbe(self.query[None], self.index, self.exact, None, AttentionForm(SCALING), self.weight)
+        return RowProbe(self.query[None], self.index, self.exact, AttentionForm(SCALING), self.weight)
 
     def measure(self, candidates: tuple[Codec, ...] = CANDIDATES) -> statistics_module.Measured:
         keys, values = self.exact.keys[0, :, self.chunk], self.exact.values[0, :, self.chunk]
@@ -225,29 +225,6 @@ def test_residual_entropy_is_that_of_the_softmax_over_the_chunk_alone(
     np.testing.assert_allclose(measured.entropy, entropy.unflatten(0, (HEADS, 2)).mean((1, 2)), rtol=1e-4)
     np.testing.assert_allclose(measured.mass, row.measure().mass)
     np.testing.assert_array_equal(measured.errors, prior_errors(CANDIDATES, HEADS))
-
-
-def test_packed_tiles_count_as_context() -> None:
-    """With everything before the chunk in ``exact`` tiles the measurements stay what they were."""
-    row = make_row(128, group=2)
-    lead = gaussian(1, HEADS, 1, TILE_TOKENS, DIM, seed=8), gaussian(1, HEADS, 1, TILE_TOKENS, DIM, seed=9)
-    tiers = [[["exact"]] * HEADS]
-    sides = packed_side(lead[0], tiers, None)[0], packed_side(lead[1], tiers, None)[0]
-    packed = RowProbe(
-        row.query[None], row.index, row.exact, AttentionTiles((sides[0],), sides[1]), AttentionForm(SCALING), None
-    )
-    seen = torch.ones(1, len(row.index), TILE_TOKENS, dtype=torch.bool)
-    flat = ExactTokens(
-        torch.cat([lead[0].flatten(2, 3), row.exact.keys], dim=2),
-        torch.cat([lead[1].flatten(2, 3), row.exact.values], dim=2),
-        torch.cat([seen, row.exact.visible], dim=2),
-    )
-    dense = RowProbe(row.query[None], row.index, flat, None, AttentionForm(SCALING), None)
-    torch.testing.assert_close(packed.entropy, dense.entropy, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(packed.lse, dense.lse)
-    chunk = row.exact.keys[0, :, row.chunk], row.exact.values[0, :, row.chunk]
-    errors = [measure(probe, chunk, FIRST, row.sides, 0, 1, CANDIDATES).errors for probe in (packed, dense)]
-    np.testing.assert_allclose(errors[0], errors[1], rtol=1e-3)
 
 
 OUTPUT = torch.zeros(1, 3, 4, 16)  # [B, Sq, HQ, Dv]
