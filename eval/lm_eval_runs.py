@@ -25,7 +25,18 @@ from hf_subbyte_moe.results import ResultFile, plot_needles, result_table
 ROOT = Path(__file__).resolve().parents[1]
 HAYSTACK = ROOT / "build" / "haystack.txt"
 _KEYS = ("out", "prefill", "caches", "runs")
-_RUN_KEYS = ("model", "package", "tasks", "lengths", "samples", "metadata", "gen_kwargs", "batch_size", "dtype")
+_RUN_KEYS = (
+    "model",
+    "package",
+    "tasks",
+    "lengths",
+    "samples",
+    "metadata",
+    "gen_kwargs",
+    "batch_size",
+    "dtype",
+    "prefill",
+)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -119,7 +130,7 @@ def main(
                 if minutes is not None and time.monotonic() - start > 60 * minutes:
                     console.print("out of time: the same command goes on from here")
                     raise typer.Exit(3)
-                arguments = arguments_of(run, task, length, config["prefill"], device)
+                arguments = arguments_of(run, task, length, run.get("prefill", config["prefill"]), device)
                 console.print(f"{task} at {length:,}: {run.get('model') or run.get('package')}")
                 run_caches(arguments, caches, results, resume=True, lengths=[length])
                 plot_needles(results.rows, path.with_suffix(".png"))
