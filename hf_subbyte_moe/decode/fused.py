@@ -5,8 +5,12 @@ sixty: norm | queries, keys and values | norms of heads, rotary and storing | at
 and norm | router | experts (2, with the residual). Routers that were steered, experts that are not plain tensors and
 other feed-forward layers are called as modules. Attention's projections can be read as int4 copies.
 
+Experts outside the GPU are brought into slots once the router has chosen, and the same two kernels read them there. The
+host then has a part in every layer, so such steps cannot be captured.
+
 Gives up: batches of more than 16 rows, which go through the modules; and sums are taken in another order than in the
-model's own kernels, so logits differ in their last bits.
+model's own kernels, so logits differ in their last bits. Forward hooks are honoured where a step without a graph calls
+what they are on: the model, its embeddings, routers, placed experts and their blocks, other feed-forward layers.
 """
 
 import functools
@@ -22,6 +26,7 @@ from transformers.utils.generic import ModelOutput
 
 from hf_subbyte_moe.cache import ATTENTION_NAME, CacheSteps, EntropySubbyteCache, EntropySubbyteLayer
 from hf_subbyte_moe.compat import CACHE_KW
+from hf_subbyte_moe.experts import Engine, PlacedExperts, notes_states
 from hf_subbyte_moe.experts.fused import fused_activation
 from hf_subbyte_moe.experts.quantized import PACKED, Packing
 from hf_subbyte_moe.ops import (
@@ -43,6 +48,7 @@ MAX_STEP_ROWS = min(MAX_LINEAR_TOKENS, MAX_EXPERT_TOKENS, MAX_ROUTER_TOKENS)
 _FAMILIES = ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe")
 _BLOCKS = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
 _found: weakref.WeakKeyDictionary[nn.Module, FusedRouter | None] = weakref.WeakKeyDictionary()
+_OWN_HOOKS = "transformers.utils.output_capturing"  # which do nothing unless outputs are asked for
 _Linear = Callable[[Tensor], Tensor]
 
 
@@ -90,15 +96,74 @@ class _Experts:
 
     def __call__(self, states: Tensor, stream: Tensor) -> Tensor:
         """What experts make of normalized states ``[T, H]``, added to the residual stream."""
-        if self.fused is None:
-            _, weights, index = self.gate(states)
-        else:
-            routed = router(states, router_matrix(self.gate), self.fused.spec)
-            weights, index = routed.weights, routed.index
-        gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
+        index, weights = self._route(states, self.gate)
+        return self._compute(states, index, weights, self.experts.gate_up_proj, self.experts.down_proj, stream)
+
+    def _route(self, states: Tensor, call: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor]:
+        """``[T, K]`` experts and weights; ``call`` asks the router's module where nothing stands for it."""
+        if self.fused is None or has_hooks(self.gate):
+            _, weights, index = call(states)
+            return index, weights
+        routed = router(states, router_matrix(self.gate), self.fused.spec)
+        return routed.index, routed.weights
+
+    def _compute(
+        self,
+        states: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        stream: Tensor,
+        slots: Tensor | None = None,
+    ) -> Tensor:
         return expert_mlp(
-            states, index, weights, gate_up, down, layout=self.layout, activation=self.activation, residual=stream
+            states,
+            index,
+            weights,
+            gate_up,
+            down,
+            layout=self.layout,
+            activation=self.activation,
+            slots=slots,
+            residual=stream,
         )
+
+
+@dataclass(frozen=True)
+class _PlacedExperts(_Experts):
+    """The same, for experts that an engine brings.
+
+    Attributes:
+        block: what holds router and experts.
+        norm: whose output it reads.
+        engine: brings experts.
+        layer: number of the MoE layer.
+    """
+
+    block: nn.Module
+    norm: Any
+    engine: Engine
+    layer: int
+
+    def __call__(self, states: Tensor, stream: Tensor) -> Tensor:
+        """As for experts that are there; ``stream`` is what the norm has read."""
+        if self.engine.states is not None:
+            self.engine.states.note(self.layer, stream, self._choice)
+        if has_hooks(self.block):
+            made: Tensor = self.block(states[:, None])
+            return stream + made[:, 0]
+        index, weights = self._route(states, self.gate)
+        if has_hooks(self.experts):
+            made = self.experts(states, index, weights)
+            return stream + made
+        held, slots = self.engine.bring(self.layer, states, index)
+        return self._compute(states, index, weights, held["gate_up_proj"], held["down_proj"], stream, slots)
+
+    def _choice(self, stream: Tensor) -> Tensor:
+        """``[T, K]`` experts for what enters the norm, found as in a step; no hook is called."""
+        _, states = add_norm(stream, None, self.norm.weight, self.norm.variance_epsilon)
+        return self._route(states, self.gate.forward)[0]
 
 
 class FusedStep:
@@ -113,7 +178,8 @@ class FusedStep:
             copies: of attention's projections, to read in their place; None reads the model's own.
 
         Raises:
-            ValueError: it is not built as expected, or there are too many rows; says how.
+            ValueError: it is not built as expected, has hooks that would not be called, or there are too many rows;
+                says how.
         """
         if rows > MAX_STEP_ROWS:
             raise ValueError(f"kernels take up to {MAX_STEP_ROWS} rows, not {rows}")
@@ -130,11 +196,23 @@ class FusedStep:
         if 2 * base.rotary_emb.inv_freq.numel() != attention.head_dim:
             raise ValueError("not every channel of a head is turned")
         self._is_moe = hasattr(self._layers[-1].mlp, "gate")
-        self._feed_forward = [_feed_forward(layer.mlp) for layer in self._layers]
+        self._feed_forward = [_feed_forward(layer) for layer in self._layers]
         self._projections = [_projections(layer.self_attn, copies) for layer in self._layers]
         for norm in [base.norm, *(part for layer in self._layers for part in _norms(layer))]:
             if not type(norm).__name__.endswith("RMSNorm") or not type(norm).__module__.startswith("transformers."):
                 raise ValueError(f"a norm is a {type(norm).__name__}")
+        self._refuse_hooks(model)
+
+    def _refuse_hooks(self, model: PreTrainedModel) -> None:
+        called = {model, self._base.embed_tokens, self._base.rotary_emb}
+        for made in self._feed_forward:
+            if isinstance(made, _PlacedExperts):
+                called |= {made.block, made.experts, *made.gate.modules()}
+            elif not isinstance(made, _Experts):
+                called |= {*made.modules()}
+        for name, module in model.named_modules():
+            if module not in called and has_hooks(module):
+                raise ValueError(f"{name or 'the model'} has forward hooks, which fused kernels would not call")
 
     def __call__(
         self, steps: CacheSteps, cache: EntropySubbyteCache, input_ids: Tensor, position_ids: Tensor
@@ -222,18 +300,40 @@ def _norms(layer: Any) -> list[nn.Module]:
     return [layer.input_layernorm, layer.post_attention_layernorm, *heads]
 
 
-def _feed_forward(module: Any) -> Any:
-    """Experts for kernels, or the module itself."""
-    if type(module).__name__ not in _BLOCKS or "forward" in vars(module):
-        return module
-    gate, experts = module.gate, module.experts
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks that somebody else has put there."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(getattr(hook, "__module__", "") != _OWN_HOOKS and not notes_states(hook) for hook in hooks)
+
+
+def _feed_forward(layer: Any) -> Any:
+    """Experts for kernels, or the module itself.
+
+    Raises:
+        ValueError: an engine brings the experts, and kernels do not read them.
+    """
+    module = layer.mlp
+    placed = any(isinstance(part, PlacedExperts) for part in module.children())
+    made = _experts(layer) if type(module).__name__ in _BLOCKS and "forward" not in vars(module) else None
+    if made is None and placed:
+        raise ValueError(f"kernels do not read the experts of this {type(module).__name__}")
+    return module if made is None else made
+
+
+def _experts(layer: Any) -> _Experts | None:
+    """A layer's experts, where kernels can read them."""
+    block = layer.mlp
+    gate, experts = block.gate, block.experts
     packing: Packing | None = getattr(experts, PACKED, None)
     activation = fused_activation(experts) if packing is None else packing.activation
     plain = packing is not None or (type(experts.gate_up_proj) is nn.Parameter and experts.gate_up_proj.numel() > 0)
     if activation is None or not plain or any("forward" in vars(part) for part in (gate, experts)):
-        return module
+        return None
     fused = None if isinstance(gate, SteeredRouter) else _stand_in(gate)
-    return _Experts(gate, fused, experts, None if packing is None else packing.layout, activation)
+    read = (gate, fused, experts, None if packing is None else packing.layout, activation)
+    if isinstance(experts, PlacedExperts):
+        return _PlacedExperts(*read, block, layer.post_attention_layernorm, *experts._hf_subbyte_moe_experts)
+    return _Experts(*read)
 
 
 def _stand_in(gate: Any) -> FusedRouter | None:
