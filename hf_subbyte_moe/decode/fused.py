@@ -5,8 +5,8 @@ sixty: norm | queries, keys and values | norms of heads, rotary and storing | at
 and norm | router | experts (2, with the residual). Routers that were steered, experts that are not plain tensors and
 other feed-forward layers are called as modules. Attention's projections can be read as int4 copies.
 
-Experts outside the GPU are brought into slots once the router has chosen, and the same two kernels read them there. The
-host then has a part in every layer, so such steps cannot be captured.
+Experts outside the GPU are brought into slots once the router has chosen, and the same two kernels read them there.
+The host then has a part in every layer, so such steps cannot be captured.
 
 Gives up: batches of more than 16 rows, which go through the modules; and sums are taken in another order than in the
 model's own kernels, so logits differ in their last bits. Forward hooks are honoured where a step without a graph calls
