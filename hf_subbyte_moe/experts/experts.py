@@ -4,7 +4,8 @@ For every call the engine finds which experts it needs, has them brought, and ca
 stand-in for the module whose weights are slots. So whatever experts function the model's configuration names
 (``eager``, ``batched_mm``, ``grouped_mm``, one that was registered) computes, at decode the one that ``generate``
 switches to, and the result is the resident model's bit for bit. A registered function that reads slots by number on
-the device joins ``SLOT_READERS``; others get the experts that they need side by side.
+the device joins ``SLOT_READERS``; others get the experts that they need side by side. Steps that do without the
+modules (``decode/fused.py``) have the experts brought, and read the slots themselves.
 
 Gives up: gradients. The modules are in ``modules.py``.
 """
