@@ -210,8 +210,9 @@ class Engine:
         """What lives on a device; a model that moved leaves its slots behind."""
         if self._on is None or self._on.device != device:
             self.forget()
-            link = None if self.make_link is None else self.make_link()
-            self._on = Device(device, self.bank, self.slots, self.experts, self.layers, self.counters, link)
+            with torch.inference_mode(False):  # later calls may be outside it
+                link = None if self.make_link is None else self.make_link()
+                self._on = Device(device, self.bank, self.slots, self.experts, self.layers, self.counters, link)
         return self._on
 
     def forget(self) -> None:

@@ -286,6 +286,36 @@ def test_without_fused_kernels_steps_are_the_models_own(
     ]
 
 
+def test_a_layers_map_is_copied_where_it_changed() -> None:
+    model = resident("mixtral")
+    engine = placed(model, 16, prefetch="off")
+    cache, ids = filled(model, prompt(60)), prompt(30, seed=1)
+    expected = taken(model, filled(model, prompt(60)), ids)
+    taken(model, cache, ids[:, :15])
+    device = engine.on(model.device)
+    for layer in range(2):
+        assert torch.equal(device.slots_of(layer), device.row(layer))
+    device.map.neg_()  # as nobody else writes it, this stays until the host's map changes
+    assert torch.equal(device.slots_of(0), -device.row(0))
+    device.pool.reserve([int(device.row(0).max())])
+    assert torch.equal(device.slots_of(0), device.row(0))
+    engine.forget()
+    assert same(taken(model, filled(model, prompt(60)), ids), expected)
+
+
+@pytest.mark.parametrize("slots", [4, 16])  # of the first, none is lent to a prompt
+def test_what_begins_under_inference_mode_goes_on_without(slots: int) -> None:
+    model = resident("mixtral")
+    expected = generate(model, prompt(60))
+    engine = placed(model, slots)
+    with torch.inference_mode():
+        model(prompt(60))
+        assert engine.counters.total("streamed_bytes") > 0
+        assert same(generate(model, prompt(60)).logits, expected.logits)
+        model(prompt(60))
+    assert same(generate(model, prompt(60)).logits, expected.logits)
+
+
 def test_prompts_are_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
     model = resident("mixtral")
     placed(model, 6)
