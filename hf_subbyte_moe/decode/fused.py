@@ -136,13 +136,13 @@ class _PlacedExperts(_Experts):
 
     Attributes:
         block: what holds router and experts.
-        norm: whose output it reads.
+        norm: whose output it reads: its weights, and what it adds to the mean square.
         engine: brings experts.
         layer: number of the MoE layer.
     """
 
     block: nn.Module
-    norm: Any
+    norm: tuple[Tensor, float]
     engine: Engine
     layer: int
 
@@ -162,8 +162,35 @@ class _PlacedExperts(_Experts):
 
     def _choice(self, stream: Tensor) -> Tensor:
         """``[T, K]`` experts for what enters the norm, found as in a step; no hook is called."""
-        _, states = add_norm(stream, None, self.norm.weight, self.norm.variance_epsilon)
+        _, states = add_norm(stream, None, *self.norm)
         return self._route(states, self.gate.forward)[0]
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """One layer's attention; a module finds its parts slowly, so they are looked up once.
+
+    Attributes:
+        module: the layer's own.
+        inputs: makes queries, keys and values of states.
+        output: projects what was attended to.
+        norms: of the heads, or None.
+        scaling: of the scores.
+    """
+
+    module: Any
+    inputs: _Linear
+    output: _Linear
+    norms: HeadNorms | None
+    scaling: float
+
+    def __call__(
+        self, steps: CacheSteps, packed: EntropySubbyteLayer, states: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """``[B, H]``: what attention makes of normalized states."""
+        query = rotary(self.inputs(states), *angles, self.norms, steps.place(packed))
+        attended = steps.attend(packed, query, self.scaling).to(states.dtype)
+        return self.output(attended.reshape(len(states), -1))
 
 
 class FusedStep:
@@ -191,16 +218,16 @@ class FusedStep:
             raise ValueError(f"models of type {model.config.model_type!r} have no fused step")
         base: Any = model.base_model
         self._base, self._head = base, _plain_linear(model.get_output_embeddings())
-        self._layers: list[Any] = list(base.layers)
-        attention = self._layers[0].self_attn
+        layers: list[Any] = list(base.layers)
+        attention = layers[0].self_attn
         if 2 * base.rotary_emb.inv_freq.numel() != attention.head_dim:
             raise ValueError("not every channel of a head is turned")
-        self._is_moe = hasattr(self._layers[-1].mlp, "gate")
-        self._feed_forward = [_feed_forward(layer) for layer in self._layers]
-        self._projections = [_projections(layer.self_attn, copies) for layer in self._layers]
-        for norm in [base.norm, *(part for layer in self._layers for part in _norms(layer))]:
-            if not type(norm).__name__.endswith("RMSNorm") or not type(norm).__module__.startswith("transformers."):
-                raise ValueError(f"a norm is a {type(norm).__name__}")
+        self._is_moe = hasattr(layers[-1].mlp, "gate")
+        self._feed_forward = [_feed_forward(layer) for layer in layers]
+        self._attention = [_attention(layer.self_attn, copies) for layer in layers]
+        parts = ("input_layernorm", "post_attention_layernorm")
+        self._norms = [[_norm(getattr(layer, part)) for part in parts] for layer in layers]
+        self._last_norm = _norm(base.norm)
         self._refuse_hooks(model)
 
     def _refuse_hooks(self, model: PreTrainedModel) -> None:
@@ -232,44 +259,22 @@ class FusedStep:
         angles = self._base.rotary_emb(stream[:, None], position_ids=position_ids)
         cos, sin = (angle[:, 0] for angle in angles)
         made, residual = stream, None
-        for index, layer in enumerate(self._layers):
-            packed = cache.layers[index]
+        parts = zip(cache.layers, self._attention, self._norms, self._feed_forward, strict=True)
+        for packed, attention, (first, second), feed_forward in parts:
             assert isinstance(packed, EntropySubbyteLayer)
-            packed.claim(layer.self_attn)
-            norm = layer.input_layernorm
-            stream, states = add_norm(made, residual, norm.weight, norm.variance_epsilon)
-            attended = self._attend(layer.self_attn, self._projections[index], steps, packed, states, (cos, sin))
-            norm = layer.post_attention_layernorm
-            stream, states = add_norm(attended, stream, norm.weight, norm.variance_epsilon)
-            feed_forward = self._feed_forward[index]
+            packed.claim(attention.module)
+            stream, states = add_norm(made, residual, *first)
+            attended = attention(steps, packed, states, (cos, sin))
+            stream, states = add_norm(attended, stream, *second)
             if isinstance(feed_forward, _Experts):
                 made, residual = feed_forward(states, stream), None
             else:
                 made, residual = feed_forward(states[:, None])[:, 0], stream
-        norm = self._base.norm
-        _, states = add_norm(made, residual, norm.weight, norm.variance_epsilon)
+        _, states = add_norm(made, residual, *self._last_norm)
         logits = small_linear(states, [self._head])[:, None]
         kind: Any = MoeCausalLMOutputWithPast if self._is_moe else CausalLMOutputWithPast
         output: ModelOutput = kind(logits=logits, **{CACHE_KW: cache})
         return output
-
-    @staticmethod
-    def _attend(
-        module: Any,
-        projections: tuple[_Linear, _Linear],
-        steps: CacheSteps,
-        packed: EntropySubbyteLayer,
-        states: Tensor,
-        angles: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """``[B, H]``: what attention makes of normalized states."""
-        inputs, output = projections
-        norms = None
-        if hasattr(module, "q_norm"):
-            norms = HeadNorms(module.q_norm.weight, module.k_norm.weight, module.q_norm.variance_epsilon)
-        query = rotary(inputs(states), *angles, norms, steps.place(packed))
-        attended = steps.attend(packed, query, module.scaling).to(states.dtype)
-        return output(attended.reshape(len(states), -1))
 
 
 def _plain_linear(module: Any) -> Tensor:
@@ -280,24 +285,29 @@ def _plain_linear(module: Any) -> Tensor:
     return weight
 
 
-def _projections(attention: Any, copies: PackedProjections | None) -> tuple[_Linear, _Linear]:
-    """What makes queries, keys and values of states, and the output."""
-    if "forward" in vars(attention):
+def _attention(module: Any, copies: PackedProjections | None) -> _Attention:
+    """A layer's attention, with what kernels read of it."""
+    if "forward" in vars(module):
         raise ValueError("an attention module was changed")
-    *inputs, output = (getattr(attention, f"{name}_proj") for name in "qkvo")
+    *inputs, output = (getattr(module, f"{name}_proj") for name in "qkvo")
     if copies is None:
-        plain = [[_plain_linear(module) for module in group] for group in (inputs, [output])]
+        plain = [[_plain_linear(part) for part in group] for group in (inputs, [output])]
         first, second = (functools.partial(small_linear, weights=group) for group in plain)
     else:
-        packed = [[copies.of(module) for module in group] for group in (inputs, [output])]
+        packed = [[copies.of(part) for part in group] for group in (inputs, [output])]
         first, second = (functools.partial(packed_linear, matrices=group) for group in packed)
-    return first, second
+    norms = None
+    if hasattr(module, "q_norm"):
+        (query, eps), (key, _) = _norm(module.q_norm), _norm(module.k_norm)
+        norms = HeadNorms(query, key, eps)
+    return _Attention(module, first, second, norms, module.scaling)
 
 
-def _norms(layer: Any) -> list[nn.Module]:
-    attention = layer.self_attn
-    heads = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-    return [layer.input_layernorm, layer.post_attention_layernorm, *heads]
+def _norm(module: Any) -> tuple[Tensor, float]:
+    """A norm's weights, and what it adds to the mean square."""
+    if not type(module).__name__.endswith("RMSNorm") or not type(module).__module__.startswith("transformers."):
+        raise ValueError(f"a norm is a {type(module).__name__}")
+    return module.weight, module.variance_epsilon
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -332,7 +342,7 @@ def _experts(layer: Any) -> _Experts | None:
     fused = None if isinstance(gate, SteeredRouter) else _stand_in(gate)
     read = (gate, fused, experts, None if packing is None else packing.layout, activation)
     if isinstance(experts, PlacedExperts):
-        return _PlacedExperts(*read, block, layer.post_attention_layernorm, *experts._hf_subbyte_moe_experts)
+        return _PlacedExperts(*read, block, _norm(layer.post_attention_layernorm), *experts._hf_subbyte_moe_experts)
     return _Experts(*read)
 
 
