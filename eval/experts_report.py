@@ -11,6 +11,7 @@ SYSTEMS = ("none", "previous", "gate", "head", "oracle", "accelerate")
 PREDICTORS = ("previous", "gate", "head")
 TIMES_ACCELERATE, SHARE_OF_BOUND, NEVER_BELOW = 20.0, 0.85, 0.99  # the bars
 _HALF = 0.5
+_FIRST_STEP = "modules"  # of rows from before they said so
 _BAR = 0.14  # of the width between two cells in the plot
 
 
@@ -39,12 +40,13 @@ def table(result: dict[str, Any]) -> str:
     """Every row, and how the bars stand."""
     if not result["rows"]:
         return "Not measured yet: `hf-subbyte-moe bench experts --json eval/results/experts.json`."
-    lines = ["| model, resident, trace | system | ms a token | hit rate | MB a token | of the bound |"]
-    lines.append("| --- | --- |" + " ---: |" * 4)
+    lines = ["| model, resident, trace | system | step | ms a token | hit rate | MB a token | of the bound |"]
+    lines.append("| --- | --- | --- |" + " ---: |" * 4)
     for row in result["rows"]:
         model, resident, trace = _cell(row)
         lines.append(
-            f"| {model}, {row['layers']} layers, {resident:.0%}, {trace} | {row['system']} | {row['ms']:.1f} | "
+            f"| {model}, {row['layers']} layers, {resident:.0%}, {trace} | {row['system']} | "
+            f"{row.get('step', _FIRST_STEP)} | {row['ms']:.1f} | "
             f"{row['hit_rate']:.0%} | {row['bytes'] / 1e6:,.0f} | {row['share_of_bound']:.2f} |"
         )
     conditions = ", ".join(f"{key} {value}" for key, value in result["conditions"].items())

@@ -262,7 +262,8 @@ class ExpertsConfig(_Section):
         weights: ``model`` (as they are), ``int4`` (a scale for each 32 values), ``int4-g64`` (for each 64) or ``fp8``:
             packed layer by layer when the model is loaded, and read packed.
         fused: up to 16 tokens on a GPU are computed in two launches, with sums in another order than the model's own
-            function takes them; None means where experts stay with the model.
+            function takes them; None means where experts stay with the model. Fused steps (:class:`DecodeConfig`)
+            compute them so in any case.
     """
 
     section: ClassVar[str] = "experts"
@@ -318,7 +319,8 @@ class DecodeConfig(_Section):
 
     Attributes:
         cuda_graph: ``"auto"`` (the whole step is captured once and replayed, where that is possible), ``True`` (or it
-            is an error) or ``False``.
+            is an error) or ``False``. With experts outside the GPU it is not possible: ``"auto"`` then launches a
+            fused step's kernels one by one.
         fused: such steps go through fused kernels where the model's family has them; ``False`` keeps to its modules,
             whose sums are those of a step without a graph.
         projections: what fused steps read of attention's projections: ``"model"`` (the model's own weights) or

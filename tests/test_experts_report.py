@@ -30,7 +30,7 @@ def row(system: str, ms: float, resident: float = 0.5, **own: Any) -> dict[str, 
 
 ROWS = [
     row("none", 50.0),
-    row("gate", 46.0),
+    row("gate", 46.0, step="fused"),
     row("accelerate", 2000.0),
     row("none", 80.0, 0.25),
     row("gate", 82.0, 0.25),
@@ -53,7 +53,8 @@ def test_bars_are_judged_by_the_rows() -> None:
 def test_tables_show_every_row(tmp_path: Path) -> None:
     text = experts_report.table({"conditions": {"device": "a device"}, "rows": ROWS})
     assert text.count("Mixtral-8x7B, 12 layers") == len(ROWS)
-    assert "| Mixtral-8x7B, 12 layers, 50%, reference | accelerate | 2000.0 | 50% | 1,000 | 0.02 |" in text
+    assert "| Mixtral-8x7B, 12 layers, 50%, reference | accelerate | modules | 2000.0 | 50% | 1,000 | 0.02 |" in text
+    assert "| Mixtral-8x7B, 12 layers, 50%, reference | gate | fused | 46.0 | 50% | 1,000 | 0.87 |" in text
     assert experts_report.table(experts_report.load(tmp_path / "none.json")).startswith("Not measured yet")
     accuracy = experts_report.accuracy_table({"accuracy": ACCURACY})
     assert "| gate | 0.700 | 0.900 | 0.950 | 0.500 | 1: 0.700 |" in accuracy

@@ -1,7 +1,8 @@
 """``hf-subbyte-moe bench experts``: decode with experts outside the GPU, beside accelerate and beside the limit.
 
-Models have real shapes and random weights; which experts they use comes from traces (see ``experts/replay.py``). A
-cell is one model, share of resident experts and trace. Its bound is what no schedule beats: the larger of the
+Models have real shapes and random weights; which experts they use comes from traces (see ``experts/replay.py``). Steps
+are those that users get: of the packed cache, through fused kernels. A row says so, and a GPU that takes others is an
+error. A cell is one model, share of resident experts and trace. Its bound is what no schedule beats: the larger of the
 computation and the time that the link needs for the experts that were not resident.
 
 Short steps wait for the host, whose speed drifts, so one measurement of the computation would not do. Steps that copy
@@ -31,16 +32,17 @@ from hf_subbyte_moe.cli.offload_timing import (
     ACCELERATE,
     CONTEXT,
     NONE,
+    OPTIONS,
     RESIDENT,
     Timed,
     time_accelerate,
     time_cell,
     time_resident,
+    with_slots,
 )
 from hf_subbyte_moe.cli.outputs import JsonFile
 from hf_subbyte_moe.cli.running import reference_folder
 from hf_subbyte_moe.cli.shapes import SHAPES, TOY, random_model
-from hf_subbyte_moe.config import OFF
 from hf_subbyte_moe.experts import PREDICTOR_SIDECAR_NAME, Heads, engine_of
 from hf_subbyte_moe.experts.memory import available_memory
 from hf_subbyte_moe.experts.predictor import GATE, HEAD, ORACLE, PREVIOUS
@@ -144,11 +146,12 @@ class Run:
             for number, (name, found) in enumerate(self.statistics.items())
         }
         first = next(iter(traces.values()))
-        compute = time_resident(model, first)
+        hf_subbyte_moe.apply(model, OPTIONS)
+        compute = time_resident(model)
         self.say(f"{shape}, {size[0]} layers: {compute:.1f} ms with all experts resident")
         ours = [system for system in self.systems if system != ACCELERATE]
         for resident in self.residents if ours else []:
-            hf_subbyte_moe.apply(model, {"experts": {"placement": "offload", "gpu_slots": resident, "prefetch": OFF}})
+            hf_subbyte_moe.apply(model, with_slots(resident))
             engine = engine_of(model)
             assert engine is not None
             for name, trace in traces.items():
@@ -157,11 +160,12 @@ class Run:
                 self._tell_resident(f"{shape} {resident:.2f} {name}", cell.pop(RESIDENT))
                 for system, timed in cell.items():
                     self._add(shape, size[0], compute, (resident, name, system), timed)
-        # a model that holds its experts gathers them by index, which slots do not: a bound is the fastest of all ways
-        hf_subbyte_moe.apply(model, {"experts": {"placement": "offload", "gpu_slots": 1.0, "prefetch": OFF}})
+        # launched one by one, as with fewer slots, and captured: a bound is the fastest of all ways
+        hf_subbyte_moe.apply(model, with_slots(1.0))
         compute = min(compute, time_resident(model, first))
+        hf_subbyte_moe.apply(model, OPTIONS)
+        compute = min(compute, time_resident(model))
         hf_subbyte_moe.restore(model)
-        compute = min(compute, time_resident(model, first))
         self.say(f"{shape}: {compute:.1f} ms for the computation, the fastest of all")
         self.results.bound_by(shape, compute)
         for resident in sorted(self.residents, reverse=True) if ACCELERATE in self.systems else []:
@@ -186,6 +190,7 @@ class Run:
             "hit_rate": round(timed.hit_rate, 4),
             "bytes": round(timed.bytes),
             "missed_bytes": round(timed.missed),
+            "step": "fused" if timed.fused else "modules",
             **{key: self.results.conditions[key] for key in ("device", "commit")},
         }
         self.results.add(row)

@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.cli.clock import DeviceClock
-from hf_subbyte_moe.cli.shapes import cached_widths
+from hf_subbyte_moe.cli.shapes import Widths, cached_widths
 from hf_subbyte_moe.compat import CACHE_KW, cache_of
 from hf_subbyte_moe.decode import StepRunner
 from hf_subbyte_moe.distributed.heads import head_ranks
@@ -36,7 +36,7 @@ class Measured:
         peak_bytes: allocated at most; None on a CPU.
         cache_bytes: of keys and values at the end.
         read_bytes: of these, what a step reads: room for more is not read.
-        fused: whether fused kernels computed the steps; None where steps were no captured ones.
+        fused: see :func:`fused_steps`.
     """
 
     tokens_ms: list[float]
@@ -114,7 +114,6 @@ def measure(
     lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
     settings = {**lengths, "do_sample": False, "return_dict_in_generate": True, **options}
     compiled = options.get("cache_implementation") == "static"  # and so are functions of ours, which they are not for
-    runner = vars(model).get("forward")
     with torch.no_grad(), _untimed() if compiled else _timed_steps(model, device) as steps:
         generate: Any = model.generate
         made = generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **settings)
@@ -124,9 +123,6 @@ def measure(
     first_ms = spans[0] if cache is None else None
     used = cache_of(made)
     held = cache_bytes(used)
-    graphed = (
-        runner.graphed(used) if isinstance(runner, StepRunner) and isinstance(used, EntropySubbyteCache) else None
-    )
     return Measured(
         tokens_ms=spans[1 + WARM_UP :],
         steps_ms=steps_ms,
@@ -134,13 +130,29 @@ def measure(
         peak_bytes=device.peak_bytes(),
         cache_bytes=held,
         read_bytes=held - spare_bytes(used),
-        fused=None if graphed is None else graphed.is_fused,
+        fused=fused_steps(model, used),
     )
 
 
-def fill(model: PreTrainedModel, cache: Cache, like: Tensor) -> None:
-    """Random numbers for all that this rank caches of ``like``'s tokens, packed without measuring."""
-    widths = cached_widths(model)
+def fused_steps(model: PreTrainedModel, cache: Any) -> bool | None:
+    """Whether fused kernels computed a cache's steps; None where a model's own forward did."""
+    runner = vars(model).get("forward")
+    if not isinstance(runner, StepRunner) or not isinstance(cache, EntropySubbyteCache):
+        return None
+    steps = runner.graphed(cache)
+    return None if steps is None else steps.is_fused
+
+
+def fill(model: PreTrainedModel, cache: Cache, like: Tensor, widths: Widths | None = None) -> None:
+    """Random numbers for all that this rank caches of ``like``'s tokens, packed without measuring.
+
+    Args:
+        model: the model.
+        cache: empty.
+        like: ``[B, T]``.
+        widths: what the model caches, where it is known.
+    """
+    widths = widths or cached_widths(model)
     rows, tokens = like.shape
     shared = any(head_ranks(module) is not None for module in model.modules())  # latents are alike on all ranks
     generator = torch.Generator(like.device).manual_seed(rank() if shared else 0)

@@ -27,6 +27,8 @@ from hf_subbyte_moe.ops_moe import ExpertLayout
 TOY = "toy"  # to try a command, on a CPU too
 _INITIAL_STD = 0.02
 
+Widths = list[tuple[tuple[int, int], tuple[int, int]]]  # see cached_widths
+
 
 def _mixtral_8x7b(**own: Any) -> PreTrainedConfig:
     return MixtralConfig(
@@ -228,7 +230,7 @@ def _random(name: str, parameter: Any, device: torch.device) -> nn.Parameter:
     return nn.Parameter(made, requires_grad=False)
 
 
-def cached_widths(model: PreTrainedModel) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+def cached_widths(model: PreTrainedModel) -> Widths:
     """What each layer caches of a token, seen by letting the model take one: a config does not tell it of latents.
 
     Returns:

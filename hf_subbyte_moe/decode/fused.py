@@ -5,8 +5,12 @@ sixty: norm | queries, keys and values | norms of heads, rotary and storing | at
 and norm | router | experts (2, with the residual). Routers that were steered, experts that are not plain tensors and
 other feed-forward layers are called as modules. Attention's projections can be read as int4 copies.
 
+Experts outside the GPU are brought into slots once the router has chosen, and the same two kernels read them there.
+The host then has a part in every layer, so such steps cannot be captured.
+
 Gives up: batches of more than 16 rows, which go through the modules; and sums are taken in another order than in the
-model's own kernels, so logits differ in their last bits.
+model's own kernels, so logits differ in their last bits. Forward hooks are honoured where a step without a graph calls
+what they are on: the model, its embeddings, routers, placed experts and their blocks, other feed-forward layers.
 """
 
 import functools
@@ -22,6 +26,7 @@ from transformers.utils.generic import ModelOutput
 
 from hf_subbyte_moe.cache import ATTENTION_NAME, CacheSteps, EntropySubbyteCache, EntropySubbyteLayer
 from hf_subbyte_moe.compat import CACHE_KW
+from hf_subbyte_moe.experts import Engine, PlacedExperts, notes_states
 from hf_subbyte_moe.experts.fused import fused_activation
 from hf_subbyte_moe.experts.quantized import PACKED, Packing
 from hf_subbyte_moe.ops import (
@@ -43,6 +48,7 @@ MAX_STEP_ROWS = min(MAX_LINEAR_TOKENS, MAX_EXPERT_TOKENS, MAX_ROUTER_TOKENS)
 _FAMILIES = ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe")
 _BLOCKS = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
 _found: weakref.WeakKeyDictionary[nn.Module, FusedRouter | None] = weakref.WeakKeyDictionary()
+_OWN_HOOKS = "transformers.utils.output_capturing"  # which do nothing unless outputs are asked for
 _Linear = Callable[[Tensor], Tensor]
 
 
@@ -90,15 +96,101 @@ class _Experts:
 
     def __call__(self, states: Tensor, stream: Tensor) -> Tensor:
         """What experts make of normalized states ``[T, H]``, added to the residual stream."""
-        if self.fused is None:
-            _, weights, index = self.gate(states)
-        else:
-            routed = router(states, router_matrix(self.gate), self.fused.spec)
-            weights, index = routed.weights, routed.index
-        gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
+        index, weights = self._route(states, self.gate)
+        return self._compute(states, index, weights, self.experts.gate_up_proj, self.experts.down_proj, stream)
+
+    def _route(self, states: Tensor, call: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor]:
+        """``[T, K]`` experts and weights; ``call`` asks the router's module where nothing stands for it."""
+        if self.fused is None or has_hooks(self.gate):
+            _, weights, index = call(states)
+            return index, weights
+        routed = router(states, router_matrix(self.gate), self.fused.spec)
+        return routed.index, routed.weights
+
+    def _compute(
+        self,
+        states: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        stream: Tensor,
+        slots: Tensor | None = None,
+    ) -> Tensor:
         return expert_mlp(
-            states, index, weights, gate_up, down, layout=self.layout, activation=self.activation, residual=stream
+            states,
+            index,
+            weights,
+            gate_up,
+            down,
+            layout=self.layout,
+            activation=self.activation,
+            slots=slots,
+            residual=stream,
         )
+
+
+@dataclass(frozen=True)
+class _PlacedExperts(_Experts):
+    """The same, for experts that an engine brings.
+
+    Attributes:
+        block: what holds router and experts.
+        norm: whose output it reads: its weights, and what it adds to the mean square.
+        engine: brings experts.
+        layer: number of the MoE layer.
+    """
+
+    block: nn.Module
+    norm: tuple[Tensor, float]
+    engine: Engine
+    layer: int
+
+    def __call__(self, states: Tensor, stream: Tensor) -> Tensor:
+        """As for experts that are there; ``stream`` is what the norm has read."""
+        if self.engine.states is not None:
+            self.engine.states.note(self.layer, stream, self._choice)
+        if has_hooks(self.block):
+            made: Tensor = self.block(states[:, None])
+            return stream + made[:, 0]
+        index, weights = self._route(states, self.gate)
+        if has_hooks(self.experts):
+            made = self.experts(states, index, weights)
+            return stream + made
+        held, slots = self.engine.bring(self.layer, states, index)
+        return self._compute(states, index, weights, held["gate_up_proj"], held["down_proj"], stream, slots)
+
+    def _choice(self, stream: Tensor) -> Tensor:
+        """``[T, K]`` experts for what enters the norm, found as in a step; no hook is called."""
+        _, states = add_norm(stream, None, *self.norm)
+        return self._route(states, self.gate.forward)[0]
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """One layer's attention; a module finds its parts slowly, so they are looked up once.
+
+    Attributes:
+        module: the layer's own.
+        inputs: makes queries, keys and values of states.
+        output: projects what was attended to.
+        norms: of the heads, or None.
+        scaling: of the scores.
+    """
+
+    module: Any
+    inputs: _Linear
+    output: _Linear
+    norms: HeadNorms | None
+    scaling: float
+
+    def __call__(
+        self, steps: CacheSteps, packed: EntropySubbyteLayer, states: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """``[B, H]``: what attention makes of normalized states."""
+        query = rotary(self.inputs(states), *angles, self.norms, steps.place(packed))
+        attended = steps.attend(packed, query, self.scaling).to(states.dtype)
+        return self.output(attended.reshape(len(states), -1))
 
 
 class FusedStep:
@@ -113,7 +205,8 @@ class FusedStep:
             copies: of attention's projections, to read in their place; None reads the model's own.
 
         Raises:
-            ValueError: it is not built as expected, or there are too many rows; says how.
+            ValueError: it is not built as expected, has hooks that would not be called, or there are too many rows;
+                says how.
         """
         if rows > MAX_STEP_ROWS:
             raise ValueError(f"kernels take up to {MAX_STEP_ROWS} rows, not {rows}")
@@ -125,16 +218,28 @@ class FusedStep:
             raise ValueError(f"models of type {model.config.model_type!r} have no fused step")
         base: Any = model.base_model
         self._base, self._head = base, _plain_linear(model.get_output_embeddings())
-        self._layers: list[Any] = list(base.layers)
-        attention = self._layers[0].self_attn
+        layers: list[Any] = list(base.layers)
+        attention = layers[0].self_attn
         if 2 * base.rotary_emb.inv_freq.numel() != attention.head_dim:
             raise ValueError("not every channel of a head is turned")
-        self._is_moe = hasattr(self._layers[-1].mlp, "gate")
-        self._feed_forward = [_feed_forward(layer.mlp) for layer in self._layers]
-        self._projections = [_projections(layer.self_attn, copies) for layer in self._layers]
-        for norm in [base.norm, *(part for layer in self._layers for part in _norms(layer))]:
-            if not type(norm).__name__.endswith("RMSNorm") or not type(norm).__module__.startswith("transformers."):
-                raise ValueError(f"a norm is a {type(norm).__name__}")
+        self._is_moe = hasattr(layers[-1].mlp, "gate")
+        self._feed_forward = [_feed_forward(layer) for layer in layers]
+        self._attention = [_attention(layer.self_attn, copies) for layer in layers]
+        parts = ("input_layernorm", "post_attention_layernorm")
+        self._norms = [[_norm(getattr(layer, part)) for part in parts] for layer in layers]
+        self._last_norm = _norm(base.norm)
+        self._refuse_hooks(model)
+
+    def _refuse_hooks(self, model: PreTrainedModel) -> None:
+        called = {model, self._base.embed_tokens, self._base.rotary_emb}
+        for made in self._feed_forward:
+            if isinstance(made, _PlacedExperts):
+                called |= {made.block, made.experts, *made.gate.modules()}
+            elif not isinstance(made, _Experts):
+                called |= {*made.modules()}
+        for name, module in model.named_modules():
+            if module not in called and has_hooks(module):
+                raise ValueError(f"{name or 'the model'} has forward hooks, which fused kernels would not call")
 
     def __call__(
         self, steps: CacheSteps, cache: EntropySubbyteCache, input_ids: Tensor, position_ids: Tensor
@@ -154,44 +259,22 @@ class FusedStep:
         angles = self._base.rotary_emb(stream[:, None], position_ids=position_ids)
         cos, sin = (angle[:, 0] for angle in angles)
         made, residual = stream, None
-        for index, layer in enumerate(self._layers):
-            packed = cache.layers[index]
+        parts = zip(cache.layers, self._attention, self._norms, self._feed_forward, strict=True)
+        for packed, attention, (first, second), feed_forward in parts:
             assert isinstance(packed, EntropySubbyteLayer)
-            packed.claim(layer.self_attn)
-            norm = layer.input_layernorm
-            stream, states = add_norm(made, residual, norm.weight, norm.variance_epsilon)
-            attended = self._attend(layer.self_attn, self._projections[index], steps, packed, states, (cos, sin))
-            norm = layer.post_attention_layernorm
-            stream, states = add_norm(attended, stream, norm.weight, norm.variance_epsilon)
-            feed_forward = self._feed_forward[index]
+            packed.claim(attention.module)
+            stream, states = add_norm(made, residual, *first)
+            attended = attention(steps, packed, states, (cos, sin))
+            stream, states = add_norm(attended, stream, *second)
             if isinstance(feed_forward, _Experts):
                 made, residual = feed_forward(states, stream), None
             else:
                 made, residual = feed_forward(states[:, None])[:, 0], stream
-        norm = self._base.norm
-        _, states = add_norm(made, residual, norm.weight, norm.variance_epsilon)
+        _, states = add_norm(made, residual, *self._last_norm)
         logits = small_linear(states, [self._head])[:, None]
         kind: Any = MoeCausalLMOutputWithPast if self._is_moe else CausalLMOutputWithPast
         output: ModelOutput = kind(logits=logits, **{CACHE_KW: cache})
         return output
-
-    @staticmethod
-    def _attend(
-        module: Any,
-        projections: tuple[_Linear, _Linear],
-        steps: CacheSteps,
-        packed: EntropySubbyteLayer,
-        states: Tensor,
-        angles: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """``[B, H]``: what attention makes of normalized states."""
-        inputs, output = projections
-        norms = None
-        if hasattr(module, "q_norm"):
-            norms = HeadNorms(module.q_norm.weight, module.k_norm.weight, module.q_norm.variance_epsilon)
-        query = rotary(inputs(states), *angles, norms, steps.place(packed))
-        attended = steps.attend(packed, query, module.scaling).to(states.dtype)
-        return output(attended.reshape(len(states), -1))
 
 
 def _plain_linear(module: Any) -> Tensor:
@@ -202,38 +285,65 @@ def _plain_linear(module: Any) -> Tensor:
     return weight
 
 
-def _projections(attention: Any, copies: PackedProjections | None) -> tuple[_Linear, _Linear]:
-    """What makes queries, keys and values of states, and the output."""
-    if "forward" in vars(attention):
+def _attention(module: Any, copies: PackedProjections | None) -> _Attention:
+    """A layer's attention, with what kernels read of it."""
+    if "forward" in vars(module):
         raise ValueError("an attention module was changed")
-    *inputs, output = (getattr(attention, f"{name}_proj") for name in "qkvo")
+    *inputs, output = (getattr(module, f"{name}_proj") for name in "qkvo")
     if copies is None:
-        plain = [[_plain_linear(module) for module in group] for group in (inputs, [output])]
+        plain = [[_plain_linear(part) for part in group] for group in (inputs, [output])]
         first, second = (functools.partial(small_linear, weights=group) for group in plain)
     else:
-        packed = [[copies.of(module) for module in group] for group in (inputs, [output])]
+        packed = [[copies.of(part) for part in group] for group in (inputs, [output])]
         first, second = (functools.partial(packed_linear, matrices=group) for group in packed)
-    return first, second
+    norms = None
+    if hasattr(module, "q_norm"):
+        (query, eps), (key, _) = _norm(module.q_norm), _norm(module.k_norm)
+        norms = HeadNorms(query, key, eps)
+    return _Attention(module, first, second, norms, module.scaling)
 
 
-def _norms(layer: Any) -> list[nn.Module]:
-    attention = layer.self_attn
-    heads = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-    return [layer.input_layernorm, layer.post_attention_layernorm, *heads]
+def _norm(module: Any) -> tuple[Tensor, float]:
+    """A norm's weights, and what it adds to the mean square."""
+    if not type(module).__name__.endswith("RMSNorm") or not type(module).__module__.startswith("transformers."):
+        raise ValueError(f"a norm is a {type(module).__name__}")
+    return module.weight, module.variance_epsilon
 
 
-def _feed_forward(module: Any) -> Any:
-    """Experts for kernels, or the module itself."""
-    if type(module).__name__ not in _BLOCKS or "forward" in vars(module):
-        return module
-    gate, experts = module.gate, module.experts
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks that somebody else has put there."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(getattr(hook, "__module__", "") != _OWN_HOOKS and not notes_states(hook) for hook in hooks)
+
+
+def _feed_forward(layer: Any) -> Any:
+    """Experts for kernels, or the module itself.
+
+    Raises:
+        ValueError: an engine brings the experts, and kernels do not read them.
+    """
+    module = layer.mlp
+    placed = any(isinstance(part, PlacedExperts) for part in module.children())
+    made = _experts(layer) if type(module).__name__ in _BLOCKS and "forward" not in vars(module) else None
+    if made is None and placed:
+        raise ValueError(f"kernels do not read the experts of this {type(module).__name__}")
+    return module if made is None else made
+
+
+def _experts(layer: Any) -> _Experts | None:
+    """A layer's experts, where kernels can read them."""
+    block = layer.mlp
+    gate, experts = block.gate, block.experts
     packing: Packing | None = getattr(experts, PACKED, None)
     activation = fused_activation(experts) if packing is None else packing.activation
     plain = packing is not None or (type(experts.gate_up_proj) is nn.Parameter and experts.gate_up_proj.numel() > 0)
     if activation is None or not plain or any("forward" in vars(part) for part in (gate, experts)):
-        return module
+        return None
     fused = None if isinstance(gate, SteeredRouter) else _stand_in(gate)
-    return _Experts(gate, fused, experts, None if packing is None else packing.layout, activation)
+    read = (gate, fused, experts, None if packing is None else packing.layout, activation)
+    if isinstance(experts, PlacedExperts):
+        return _PlacedExperts(*read, block, _norm(layer.post_attention_layernorm), *experts._hf_subbyte_moe_experts)
+    return _Experts(*read)
 
 
 def _stand_in(gate: Any) -> FusedRouter | None:

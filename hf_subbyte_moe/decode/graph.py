@@ -105,6 +105,11 @@ class GraphedStep:
         self.captures = self.replays = 0
 
     @property
+    def has_kernels(self) -> bool:
+        """Whether there are fused kernels for the model."""
+        return self._fused is not None
+
+    @property
     def is_fused(self) -> bool:
         """Whether steps are computed by fused kernels."""
         return self._fused is not None and self.steps.keys_are_plain
@@ -150,6 +155,8 @@ class GraphedStep:
             self.steps.forget()
             raise
         self.steps.advance()
+        if self._room is None:
+            return output
         return type(output)(**{name: _own(value, cache) for name, value in output.items()})
 
     def _on_device(self, run: Callable[[], ModelOutput], room: CaptureRoom) -> ModelOutput:

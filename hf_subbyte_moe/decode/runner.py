@@ -2,7 +2,8 @@
 
 It takes the place of ``model.forward``, so ``generate()`` stays what it is: sampling, streamers and stopping criteria
 see the same outputs. Calls that are no single-token step go to the model's own forward. A step that cannot be captured
-does so too, and says why, once.
+does so too, and says why, once. Where the reason is that experts are outside the GPU, fused kernels compute the step
+all the same, launched one by one.
 """
 
 import inspect
@@ -18,9 +19,9 @@ from transformers.utils.generic import ModelOutput
 from hf_subbyte_moe.cache import EntropySubbyteCache, FixedAddressError, count_step, steps_obstacle
 from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.config import MODEL_WEIGHTS, DecodeConfig
-from hf_subbyte_moe.decode.fused import FusedStep, PackedProjections
+from hf_subbyte_moe.decode.fused import FusedStep, PackedProjections, has_hooks
 from hf_subbyte_moe.decode.graph import CaptureError, CaptureRoom, GraphedStep
-from hf_subbyte_moe.experts import engine_of
+from hf_subbyte_moe.experts import PlacedExperts
 
 
 _log = logging.getLogger("hf_subbyte_moe")
@@ -28,7 +29,7 @@ _READ = ("input_ids", "position_ids", CACHE_KW)  # what a step reads
 _NOT_READ = ("attention_mask", "use_cache", "return_dict", "logits_to_keep", "cache_position")
 _GRAPHED = ("cuda",)  # devices that capture
 _UNGRAPHED: tuple[str, ...] = ()  # devices that take the same steps without a graph: tests add the CPU
-_OWN_HOOKS = "transformers.utils.output_capturing"  # which do nothing unless outputs are asked for
+_PLACED = "the host decides which of its experts are on the GPU (experts.placement)"
 
 
 class StepRunner:
@@ -117,34 +118,58 @@ class StepRunner:
             self._weights = weights
         steps = self._steps.get(cache)
         _check_arguments(kwargs)
-        if steps is None or not steps.fits(ids, positions):
+        is_new = steps is None or not steps.fits(ids, positions)
+        if steps is None or is_new:
             reason = self._obstacle or self._obstacles.get(cache) or model_obstacle(model) or steps_obstacle(cache)
             if reason is not None:
                 raise _RefusedError(reason)
-            if self._room is None and ids.device.type in _GRAPHED:
-                self._room = CaptureRoom(ids.device)
-            fused = self._fused_step(model, len(ids))
-            steps = self._steps[cache] = GraphedStep(cache, ids, positions, self._room, fused)
-        else:
-            fused = None
+            make = self._launched if _places_experts(model) else self._captured
+            steps = self._steps[cache] = make(model, cache, ids, positions)
         try:
             output = steps(self._plain, cache, ids, positions, {"use_cache": True, "return_dict": True})
         except (CaptureError, FixedAddressError):
             self._steps.pop(cache, None)
             raise
-        if fused is not None and not steps.is_fused:  # which the first step of a cache shows
-            self._say_unfused("the cache stores keys divided by factors")
+        if is_new:
+            self._say_how(steps, _places_experts(model))
         count_step(cache)
         return output
 
-    def _fused_step(self, model: PreTrainedModel, rows: int) -> FusedStep | None:
-        if not self.options.fused:
-            return None
+    def _captured(
+        self, model: PreTrainedModel, cache: EntropySubbyteCache, ids: Tensor, positions: Tensor
+    ) -> GraphedStep:
+        """Steps in a graph, through fused kernels where the model has them."""
+        if self._room is None and ids.device.type in _GRAPHED:
+            self._room = CaptureRoom(ids.device)
+        fused = None
+        if self.options.fused:
+            try:
+                fused = FusedStep(model, len(ids), self._copies)
+            except ValueError as reason:
+                self._say_unfused(str(reason))
+        return GraphedStep(cache, ids, positions, self._room, fused)
+
+    def _launched(
+        self, model: PreTrainedModel, cache: EntropySubbyteCache, ids: Tensor, positions: Tensor
+    ) -> GraphedStep:
+        """Steps through fused kernels that are launched one by one, since experts are placed."""
+        if self.options.cuda_graph is True:
+            raise _RefusedError(_PLACED)
         try:
-            return FusedStep(model, rows, self._copies)
-        except ValueError as reason:
-            self._say_unfused(str(reason))
-            return None
+            if not self.options.fused:
+                raise ValueError("decode.fused is false")
+            fused = FusedStep(model, len(ids), self._copies)
+        except ValueError as reason:  # and without them a step gains nothing
+            self._obstacles[cache] = f"{_PLACED}, and {reason}"
+            raise _RefusedError(self._obstacles[cache]) from None
+        return GraphedStep(cache, ids, positions, None, fused)
+
+    def _say_how(self, steps: GraphedStep, placed: bool) -> None:
+        """How a cache's steps are computed, which its first one shows."""
+        if steps.has_kernels and not steps.is_fused:
+            self._say_unfused("the cache stores keys divided by factors")
+        if placed:
+            self._say_ungraphed(_PLACED, ", through fused kernels" if steps.is_fused else "")
 
     def _say_unfused(self, reason: str) -> None:
         level = logging.INFO if self._copies is None else logging.WARNING
@@ -153,13 +178,16 @@ class StepRunner:
     def _refuse(self, reason: str) -> None:
         if self.options.cuda_graph is True:
             raise ValueError(f"decode.cuda_graph=True is not possible: {reason}")
+        self._say_ungraphed(reason)
+
+    def _say_ungraphed(self, reason: str, how: str = "") -> None:
         if reason not in self.refused:
             self.refused.append(reason)
-            _log.warning("decode steps run without a CUDA graph: %s", reason)
+            _log.warning("decode steps run without a CUDA graph%s: %s", how, reason)
 
 
 class _RefusedError(Exception):
-    """A step has to run without a graph."""
+    """A step has to run through the model's own forward."""
 
 
 def _check_arguments(kwargs: dict[str, Any]) -> None:
@@ -175,26 +203,32 @@ def _check_arguments(kwargs: dict[str, Any]) -> None:
 
 
 def model_obstacle(model: PreTrainedModel) -> str | None:
-    """Why a model's forward cannot be captured, as far as that can be seen from outside."""
+    """Why a model's steps cannot be taken at fixed addresses, or be captured, as far as that can be seen from outside.
+
+    Placed experts, which rule a graph out, are none: fused kernels compute such a step without one.
+    """
     kind = model.device.type
     if kind not in _GRAPHED + _UNGRAPHED:
         return f"the model is on {kind}, not on a CUDA device"
     config = model.config
     if any(getattr(config, f"output_{name}", False) for name in ("hidden_states", "attentions", "router_logits")):
         return "the model's config asks for hidden states, attentions or router logits"
-    if engine_of(model) is not None:
-        return "the host decides which of its experts are on the GPU (experts.placement)"
     if getattr(model, "_device_mesh", None) is not None:
         return "its parts lie on several ranks"
-    if {parameter.device for parameter in model.parameters()} != {model.device}:
+    with_model = (module for module in model.modules() if not isinstance(module, PlacedExperts))
+    if {weight.device for module in with_model for weight in module.parameters(recurse=False)} != {model.device}:
         return "its weights lie on several devices"
+    placed = _places_experts(model)
     for name, module in model.named_modules():
         if hasattr(module, "_hf_hook"):
             return f"accelerate moves the weights of {name or 'the model'}"
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(getattr(hook, "__module__", "") != _OWN_HOOKS for hook in hooks):
+        if not placed and has_hooks(module):
             return f"{name or 'the model'} has forward hooks, which a replay would not call"
     return None
+
+
+def _places_experts(model: PreTrainedModel) -> bool:
+    return any(isinstance(module, PlacedExperts) for module in model.modules())
 
 
 def graph_steps(model: PreTrainedModel, options: DecodeConfig) -> None:

@@ -10,6 +10,7 @@ from hf_subbyte_moe.experts.heads import PREDICTOR_SIDECAR_NAME, Heads, remember
 from hf_subbyte_moe.experts.loading import Loading
 from hf_subbyte_moe.experts.modules import PlacedExperts
 from hf_subbyte_moe.experts.placing import bring_back, engine_of, place, plan
+from hf_subbyte_moe.experts.predictor import notes_states
 from hf_subbyte_moe.experts.quantized import PackedExperts
 
 
@@ -24,6 +25,7 @@ __all__ = [
     "bring_back",
     "check_form",
     "engine_of",
+    "notes_states",
     "own_form",
     "place",
     "plan",

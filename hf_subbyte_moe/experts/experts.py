@@ -4,7 +4,8 @@ For every call the engine finds which experts it needs, has them brought, and ca
 stand-in for the module whose weights are slots. So whatever experts function the model's configuration names
 (``eager``, ``batched_mm``, ``grouped_mm``, one that was registered) computes, at decode the one that ``generate``
 switches to, and the result is the resident model's bit for bit. A registered function that reads slots by number on
-the device joins ``SLOT_READERS``; others get the experts that they need side by side.
+the device joins ``SLOT_READERS``; others get the experts that they need side by side. Steps that do without the
+modules (``decode/fused.py``) have the experts brought, and read the slots themselves.
 
 Gives up: gradients. The modules are in ``modules.py``.
 """
@@ -126,6 +127,8 @@ class Device:
         self._host_map = torch.full((layers, experts), -1, dtype=torch.int32, pin_memory=on_gpu)
         self.map = self._host_map.to(device, copy=True)  # [L, E] slot of every expert
         self._host_rows, self._rows = self._host_map.unbind(0), self.map.unbind(0)
+        self._host_views = [row.numpy() for row in self._host_rows]
+        self._sent = [row.tobytes() for row in self._host_views]  # what the device's rows hold
         self._stand_ins: dict[int, StandIn] = {}
         self._by_choice = {name: ByChoice(view) for name, view in self.views.items()}
         self.pool = SlotPool(slots, self._host_map.view(-1).numpy())
@@ -139,11 +142,13 @@ class Device:
         self.stream = LayerStream(bank, self.pool, self.slots, link, experts, layers, counters)
         self.pace = Pace(layers, link.speed)
 
-    def slots_of(self, layer: int, index: Tensor) -> Tensor:
-        """Slots of a layer's experts, ``index`` being their numbers on the device."""
-        row = self._rows[layer]
-        row.copy_(self._host_rows[layer], non_blocking=True)
-        return row[index]
+    def slots_of(self, layer: int) -> Tensor:
+        """``[E]`` int32 slot of every expert of a layer, on the device; copied there where it changed."""
+        row, now = self._rows[layer], self._host_views[layer].tobytes()
+        if self._sent[layer] != now:  # the host changes a row only after it waited for the device, see link.py
+            row.copy_(self._host_rows[layer], non_blocking=True)
+            self._sent[layer] = now
+        return row
 
     def row(self, layer: int) -> Tensor:
         """Slot of every expert of a layer, on the host."""
@@ -205,8 +210,9 @@ class Engine:
         """What lives on a device; a model that moved leaves its slots behind."""
         if self._on is None or self._on.device != device:
             self.forget()
-            link = None if self.make_link is None else self.make_link()
-            self._on = Device(device, self.bank, self.slots, self.experts, self.layers, self.counters, link)
+            with torch.inference_mode(False):  # later calls may be outside it
+                link = None if self.make_link is None else self.make_link()
+                self._on = Device(device, self.bank, self.slots, self.experts, self.layers, self.counters, link)
         return self._on
 
     def forget(self) -> None:
@@ -234,6 +240,34 @@ class Engine:
         if index.numel() == 0:
             return torch.zeros_like(hidden)
         device = self.on(hidden.device)
+        choices, needed, rows = self._bring(layer, hidden, index, device)
+        if rows is None:
+            return self._from_slots(layer, module, hidden, index, weights, choices, needed, device)
+        stand_in = StandIn(module, self.bank.layout.views(rows), self.experts)
+        return module.own_forward(stand_in, hidden, index, weights)
+
+    def bring(self, layer: int, hidden: Tensor, index: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Have one layer's experts on the device, for kernels that read them where they lie.
+
+        Args:
+            layer: number of the MoE layer.
+            hidden: ``[N, H]`` what they will read.
+            index: ``[N, K]`` experts of every token, N at least 1.
+
+        Returns:
+            ``[S, *shape]`` of every weight by name, and ``[E]`` int32 slot of every expert that was chosen; None where
+            expert e lies in slot e.
+        """
+        device = self.on(hidden.device)
+        rows = self._bring(layer, hidden, index, device)[2]
+        if rows is None:
+            return device.views, device.slots_of(layer)
+        return self.bank.layout.views(rows), None
+
+    def _bring(
+        self, layer: int, hidden: Tensor, index: Tensor, device: Device
+    ) -> tuple[list[int], list[int], Tensor | None]:
+        """Choices as the device made them, each expert once, and ``[E, elements]`` of those that are not in slots."""
         few = hidden.shape[0] <= FEW_TOKENS
         predicted = self._enqueue_prediction(layer, hidden, index, device) if few else None
         try:
@@ -252,14 +286,12 @@ class Engine:
                 if few:
                     self._foretell(layer, needed, chosen[1:], copied, device)
                 device.pace.asked(layer, now, copied)
-                return self._from_slots(layer, module, hidden, index, weights, chosen[0], needed, device)
+                return chosen[0], needed, None
             device.prefetcher.give_all_up()
-            rows = device.stream.bring(layer, needed)
+            return chosen[0], needed, device.stream.bring(layer, needed)
         except BaseException:
             self.abandon(device)
             raise
-        stand_in = StandIn(module, self.bank.layout.views(rows), self.experts)
-        return module.own_forward(stand_in, hidden, index, weights)
 
     def abandon(self, device: Device) -> None:
         """A call failed half way: what is not whole is not known."""
@@ -280,7 +312,7 @@ class Engine:
     ) -> Tensor:
         name = module.config._experts_implementation
         if name in SLOT_READERS and hidden.shape[0] <= FEW_TOKENS:  # readers may hand more on to others
-            where = device.slots_of(layer, index)
+            where = device.slots_of(layer)[index]
             return module.own_forward(device.stand_in(layer, module), hidden, where, weights)
         if name == _BATCHED:
             return module.own_forward(

@@ -162,11 +162,13 @@ class CudaLink:
         parts = self._parts.get(counts)
         if parts is None:
             if sum(counts) > self._numbers.numel():
-                self._numbers = torch.empty(2 * sum(counts), dtype=torch.int64, pin_memory=True)
+                with torch.inference_mode(False):  # later calls may be outside it
+                    self._numbers = torch.empty(2 * sum(counts), dtype=torch.int64, pin_memory=True)
                 self._parts = {}
             if len(self._parts) > _KNOWN_COUNTS:
                 self._parts = {}
-            parts = self._parts[counts] = list(self._numbers[: sum(counts)].split(list(counts)))
+            with torch.inference_mode(False):
+                parts = self._parts[counts] = list(self._numbers[: sum(counts)].split(list(counts)))
         return parts
 
     def copying(self) -> AbstractContextManager[Any]:

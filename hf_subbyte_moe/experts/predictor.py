@@ -89,6 +89,7 @@ class States:
         self._most = most
         self.norms = [_norm_before(model, place) for place in places]
         self.latest: list[Tensor | None] = [None] * len(places)
+        self.routes: list[Callable[[Tensor], Tensor] | None] = [None] * len(places)
         self.wanted = False
         self._hooks = [norm.register_forward_pre_hook(self._noting(layer)) for layer, norm in enumerate(self.norms)]
 
@@ -98,15 +99,33 @@ class States:
             hook.remove()
         self._hooks = []
         self.latest = [None] * len(self.latest)
+        self.routes = [None] * len(self.routes)
+
+    def note(self, layer: int, state: Tensor, route: Callable[[Tensor], Tensor] | None = None) -> None:
+        """A layer is about to read a state.
+
+        Args:
+            layer: number of the MoE layer.
+            state: ``[..., H]`` before its norm.
+            route: the ``[N, K]`` experts that it chooses for states ``[N, H]``; None where norm and router do, as
+                modules.
+        """
+        if not self.wanted:
+            return
+        tokens = state.shape[:-1].numel()
+        self.latest[layer] = state if self._most is None or tokens <= self._most else None
+        self.routes[layer] = route
 
     def _noting(self, layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def note(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if not self.wanted:
-                return
-            tokens = inputs[0].shape[:-1].numel()
-            self.latest[layer] = inputs[0] if self._most is None or tokens <= self._most else None
+            self.note(layer, inputs[0])
 
         return note
+
+
+def notes_states(hook: Callable[..., Any]) -> bool:
+    """Whether a forward hook is one of :class:`States`, whose ``note`` does the same where a norm is not called."""
+    return getattr(hook, "__qualname__", "").startswith(f"{States.__name__}.") and hook.__module__ == __name__
 
 
 class StaleGate:
@@ -132,8 +151,10 @@ class StaleGate:
 
     def ask(self, layer: int, state: Tensor) -> Tensor:
         """``[N, K]`` what a layer's router says of a state that did not pass the layer's norm."""
-        place, norm = self.places[layer], self.states.norms[layer]
+        place, norm, route = self.places[layer], self.states.norms[layer], self.states.routes[layer]
         with torch.no_grad(), unsteered_trail(place.module):
+            if route is not None:
+                return route(state.reshape(-1, state.shape[-1]))
             normed = type(norm).forward(norm, state)
             found = type(place.module).forward(place.module, normed.reshape(-1, normed.shape[-1]))
         triple = as_triple(found, place.experts, place.top_k)

@@ -115,7 +115,8 @@ class LayerStream:
             self.pool.reserve(range(_BUFFERS * self.experts))
         else:
             shape = (_BUFFERS * self.experts, self.bank.layout.elements)
-            self._own = torch.empty(shape, dtype=self.bank.layout.dtype, device=self._slots.device)
+            with torch.inference_mode(False):  # later calls may be outside it
+                self._own = torch.empty(shape, dtype=self.bank.layout.dtype, device=self._slots.device)
 
     def _rows(self, buffer: int) -> Tensor:
         held = self._slots if self._own is None else self._own

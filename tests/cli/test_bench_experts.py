@@ -7,12 +7,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import hf_subbyte_moe
 from hf_subbyte_moe import cli
 from hf_subbyte_moe.cli import bench_experts
-from hf_subbyte_moe.cli.offload_timing import RESIDENT, time_cell
+from hf_subbyte_moe.cli.offload_timing import RESIDENT, time_cell, with_slots
 from hf_subbyte_moe.cli.shapes import random_model
+from hf_subbyte_moe.experts import engine_of
 from hf_subbyte_moe.experts.replay import Statistics, draw_trace
-from support.experts import offloaded
 
 
 STATISTICS = Statistics((0.4, 0.3, 0.2, 0.1), 0.4, {"gate": 0.7, "head": 0.9}, "a test")
@@ -23,7 +24,9 @@ def test_a_step_that_is_repeated_copies_nothing() -> None:
     model = random_model("toy", 3, torch.device("cpu"))
     model.set_experts_implementation("batched_mm")
     trace = draw_trace(STATISTICS, "t", 24, 3, 8, 2)
-    engine = offloaded(model, 12, prefetch="off")
+    hf_subbyte_moe.apply(model, with_slots(12))
+    engine = engine_of(model)
+    assert engine is not None
     found = time_cell(model, engine, trace, ["none", "previous"], (14, 10), 3)
     assert list(found) == ["none", "previous", RESIDENT]
     assert found["none"].missed > 0

@@ -167,7 +167,9 @@ def test_a_cache_is_filled_with_what_the_model_itself_would_cache(make: Any, sid
 def test_offloaded_experts_are_timed_out_of_such_a_cache_too() -> None:
     model = deepseek_v2()
     with torch.no_grad():
-        assert Decoder(model, cached_widths(model)).step() > 0
+        decoder = Decoder(model, cached_widths(model), DynamicCache(config=model.config))
+        assert decoder.step() > 0
+    assert not decoder.fused
 
 
 def test_room_for_more_tiles_is_not_read() -> None:

@@ -1,5 +1,6 @@
 """Placed experts on a GPU: bit for bit, with copies and computations slowed at random."""
 
+import copy
 import logging
 import random
 from typing import Any
@@ -9,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import hf_subbyte_moe
+from hf_subbyte_moe.cache import EntropySubbyteCache
 from hf_subbyte_moe.cli.shapes import random_model
-from hf_subbyte_moe.experts import PlacedExperts, memory
+from hf_subbyte_moe.compat import CACHE_KW
+from hf_subbyte_moe.decode import runner
+from hf_subbyte_moe.experts import PlacedExperts, engine_of, memory
 from hf_subbyte_moe.experts.link import CudaLink
 from support.experts import always, offloaded, same, steps
 from support.models import prompt
@@ -140,6 +144,49 @@ def test_generate_follows_the_kernel_path() -> None:
     found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     assert same(expected.logits, found.logits)
     assert torch.equal(expected.sequences, found.sequences)
+
+
+@pytest.mark.parametrize("way", ["off", "gate", "previous", "slowed"])
+@pytest.mark.parametrize(("kind", "rows"), [("mixtral", 1), ("mixtral", 2), ("qwen3_moe", 1)])
+def test_fused_steps_without_a_graph(kind: str, rows: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Placed experts against the resident model in the same kernels, both launched one by one, over flushes."""
+    sizes = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
+    options = {"kv_cache": {"bits": 3.0}, "decode": {}}
+    model: Any = tiny_moe(kind, num_hidden_layers=3, intermediate_size=256, moe_intermediate_size=256, **sizes)
+    model.to("cuda", torch.bfloat16).set_experts_implementation("batched_mm")
+    hf_subbyte_moe.apply(model, options)
+    monkeypatch.setattr(runner, "_GRAPHED", ())
+    monkeypatch.setattr(runner, "_UNGRAPHED", ("cuda",))
+    start = EntropySubbyteCache(model.config, bits=3.0)
+    ids = prompt(300, rows, seed=1).cuda()
+    with torch.no_grad():
+        model(prompt(300, rows).cuda(), **{CACHE_KW: start})
+
+    def logits() -> tuple[list[Tensor], Any]:
+        cache = copy.deepcopy(start)
+        with torch.no_grad():
+            found = [model(token, **{CACHE_KW: cache}).logits for token in ids.split(1, 1)]
+        return found, model.forward.graphed(cache)
+
+    expected, steps_of = logits()
+    assert steps_of.is_fused
+    monkeypatch.undo()
+    placed = {"placement": "offload", "gpu_slots": 0.5, "prefetch": "gate" if way == "slowed" else way}
+    hf_subbyte_moe.apply(model, {**options, "experts": placed})
+    engine: Any = engine_of(model)
+    if way == "slowed":
+        engine.make_link = SlowLink
+    always(engine, "gate" if way == "slowed" else way)
+    found, steps_of = logits()
+    assert steps_of.is_fused
+    assert not steps_of.captures
+    assert model.forward.refused == ["the host decides which of its experts are on the GPU (experts.placement)"]
+    assert engine.counters.tokens == 300
+    assert engine.counters.total("missed") > 0
+    if way in ("gate", "slowed"):
+        assert engine.predictors["gate"].usable
+        assert engine.counters.total("foretold") > 0
+    assert same(found, expected)
 
 
 def test_everything_else_is_on_the_gpu() -> None:

@@ -214,6 +214,18 @@ def test_the_order_of_choices_does_not_matter(kernel: Any) -> None:
     assert error(kernel[1](turned, None, None), right) <= 1e-3
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("name", ["auto", "triton", "torch"])
+def test_where_experts_lie_does_not_matter(name: str, tokens: int) -> None:
+    call = expert_call(layout("model", 64, 64, torch.float16), experts=8, top_k=3, tokens=tokens)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    moved = (call.gate_up[order].contiguous(), call.down[order].contiguous())
+    given = (call.hidden, call.expert_ids, call.expert_weights)
+    slots = order.argsort().int()
+    expected = expert_mlp(*given, call.gate_up, call.down, backend=name)
+    assert torch.equal(expert_mlp(*given, *moved, slots=slots, backend=name), expected)
+
+
 def test_fp32_states_have_the_portable_kernel() -> None:
     call = expert_call(layout("model", 24, 16, torch.float32), tokens=2)
     check(KERNELS["triton"], call, 1e-6)

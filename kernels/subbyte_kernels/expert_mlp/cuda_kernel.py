@@ -136,20 +136,26 @@ def bucket_of(tokens: int) -> int:
     return next(size for size in _BUCKETS if size >= tokens)
 
 
+_Shape = tuple[int | None, ExpertLayout, int, str, int, int, torch.dtype, torch.dtype]
+
+
+def _shape_of(call: ExpertCall) -> _Shape:
+    """What decides on both launches: device, layout, I of the shared expert, activation, K, T, two dtypes."""
+    (tokens, top_k), shared = call.expert_ids.shape, call.shared
+    width = 0 if shared is None else shared.intermediate
+    dtypes = (call.expert_ids.dtype, call.expert_weights.dtype)
+    return (call.hidden.device.index, call.layout, width, call.activation, top_k, tokens, *dtypes)
+
+
 def variant_of(call: ExpertCall, down: bool, config: CudaConfig) -> Variant:
     """What one of a call's launches is compiled for; looks at shapes and types alone."""
-    return Variant(
-        device=call.hidden.device.index,
-        down=down,
-        layout=call.layout,
-        shared=0 if call.shared is None else call.shared.intermediate,
-        activation=call.activation,
-        top_k=call.expert_ids.shape[1],
-        bucket=bucket_of(call.hidden.shape[0]),
-        index_dtype=call.expert_ids.dtype,
-        weight_dtype=call.expert_weights.dtype,
-        config=config,
-    )
+    return _variant(_shape_of(call), down, config)
+
+
+def _variant(shape: _Shape, down: bool, config: CudaConfig) -> Variant:
+    device, layout, shared, activation, top_k, tokens, index_dtype, weight_dtype = shape
+    bucket = bucket_of(tokens)
+    return Variant(device, down, layout, shared, activation, top_k, bucket, index_dtype, weight_dtype, config)
 
 
 @lru_cache(maxsize=256)
@@ -160,6 +166,33 @@ def _kernel(variant: Variant) -> nvrtc.Kernel:
     return nvrtc.Kernel(
         SOURCE, "expert_mlp", variant.defined(), variant.device, threads, variant.shared_bytes, waits=early
     )
+
+
+@lru_cache(maxsize=256)
+def _launches(
+    shape: _Shape, configs: tuple[CudaConfig, CudaConfig] | None
+) -> list[tuple[nvrtc.Kernel, tuple[int, int, int]]]:
+    """The kernels and grids of gate_up and down, looked up once: finding them takes longer than launching them.
+
+    Raises:
+        ValueError: one configuration is for integers and the other is not, or the call is not for them.
+    """
+    device, layout, tokens = shape[0], shape[1], shape[5]
+    if configs is None:
+        assert device is not None  # obstacle: on a CPU
+        bucket = bucket_of(tokens)
+        configs = choose_config(device, layout, bucket, False), choose_config(device, layout, bucket, True)
+    if any(config.fixed for config in configs):
+        fits = tokens == 1 and layout.format is ExpertFormat.INT4
+        if not fits or not all(config.fixed for config in configs):
+            raise ValueError(f"integers are for one token and int4, in both launches: {configs}")
+    assert device is not None
+    made = []
+    for down, config in zip((False, True), configs, strict=True):
+        variant = _variant(shape, down, config)
+        blocks = min(variant.items, nvrtc.device_limits(device)[0] * config.blocks_per_sm)
+        made.append((_kernel(variant), (blocks, 1, 1)))
+    return made
 
 
 def expert_mlp_cuda(
@@ -183,41 +216,27 @@ def expert_mlp_cuda(
         ValueError: one configuration is for integers and the other is not, or the call is not for them; or
             ``workspace`` is too small.
     """
-    hidden, layout, shared = call.hidden.contiguous(), call.layout, call.shared
+    hidden, shared = call.hidden.contiguous(), call.shared
     device, tokens = hidden.device.index, hidden.shape[0]
-    if configs is None:
-        bucket = bucket_of(tokens)
-        configs = choose_config(device, layout, bucket, False), choose_config(device, layout, bucket, True)
-    if any(config.fixed for config in configs):
-        fits = tokens == 1 and layout.format is ExpertFormat.INT4
-        if not fits or not all(config.fixed for config in configs):
-            raise ValueError(f"integers are for one token and int4, in both launches: {configs}")
     out = torch.empty_like(hidden) if out is None else out
     size = workspace_bytes(call)
     if workspace is None:
         workspace = torch.empty(size, dtype=torch.uint8, device=hidden.device)
     if workspace.nbytes < size:
         raise ValueError(f"workspace has {workspace.nbytes:,} bytes, the call needs {size:,}")
+    launches = _launches(_shape_of(call), configs)
     ids, weights = call.expert_ids.contiguous(), call.expert_weights.contiguous()
     residual = None if call.residual is None else call.residual.contiguous()
     stream = torch._C._cuda_getCurrentRawStream(device)
-    multiprocessors = nvrtc.device_limits(device)[0]
-    for down, weight in ((False, call.gate_up), (True, call.down)):
-        config = configs[down]
-        variant = variant_of(call, down, config)
+    inputs = [_address(tensor) for tensor in (hidden, ids, weights, call.slots)]
+    outputs = [_address(tensor) for tensor in (workspace, out, residual)]
+    scale = _address(None if shared is None else shared.scale)
+    for down, (kernel, grid) in enumerate(launches):
+        weight = call.down if down else call.gate_up
         shared_weight = None if shared is None else shared.down if down else shared.gate_up
-        params = struct.pack(
-            "<11Q2i",
-            *(_address(tensor) for tensor in (hidden, ids, weights, call.slots, weight)),
-            weight.stride(0) * weight.itemsize,
-            _address(shared_weight),
-            _address(None if shared is None else shared.scale),
-            *(_address(tensor) for tensor in (workspace, out, residual)),
-            tokens,
-            call.experts,
-        )
-        blocks = min(variant.items, multiprocessors * config.blocks_per_sm)
-        _kernel(variant).launch((blocks, 1, 1), params, stream)
+        place = (weight.data_ptr(), weight.stride(0) * weight.itemsize)
+        params = struct.pack("<11Q2i", *inputs, *place, _address(shared_weight), scale, *outputs, tokens, call.experts)
+        kernel.launch(grid, params, stream)
     return out
 
 

@@ -1,7 +1,8 @@
 """Experts of a few tokens, in plain PyTorch: what the kernels compute, expert by expert, in fp32.
 
 Experts lie in slots. ``slots`` says in which (None: expert e in slot e); an expert that is none of the model's, or has
-no slot, counts for nothing. Weights are read once however many tokens chose an expert.
+no slot, counts for nothing. Weights are read once however many tokens chose an expert, and experts are added in the
+order in which they were chosen first, so that a sum does not depend on where they lie.
 """
 
 from collections.abc import Callable
@@ -83,7 +84,7 @@ def expert_mlp_reference(call: ExpertCall) -> Tensor:
     slots = ids if call.slots is None else call.slots.long()[ids.clamp(0, call.experts - 1)]
     slots = torch.where(known, slots, -1)
     weights = call.expert_weights.float()
-    for slot in slots.unique().tolist():
+    for slot in dict.fromkeys(slots.flatten().tolist()):
         if slot < 0:
             continue
         weight = torch.where(slots == slot, weights, 0).sum(-1)
