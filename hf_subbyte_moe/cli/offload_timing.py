@@ -2,8 +2,8 @@
 
 Ours are steps of the packed cache through fused kernels, as a model takes them with the options :data:`OPTIONS`;
 accelerate's are the model's own, with the plain cache. Hooks on the routers make experts follow a trace; a model that
-holds its experts is timed with its own choice, so that its step is the captured one. On a CPU, which has no such
-steps, all run through the model's modules.
+holds its experts is timed with its own choice, so that its step is the captured one. On a CPU, and of families without
+such steps, all run through the model's modules.
 
 Machines drift, so the systems of a cell take turns: each plays the same steps of the trace in every round, and the
 median round counts. Their governors settle before, on the steps before these. Every round begins with the last of
@@ -28,6 +28,7 @@ from hf_subbyte_moe.cli.generate_timing import fill, fused_steps
 from hf_subbyte_moe.cli.shapes import Widths, cached_widths
 from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.config import OFF
+from hf_subbyte_moe.decode import FUSED_FAMILIES
 from hf_subbyte_moe.experts import Engine
 from hf_subbyte_moe.experts.calibration import gate_of
 from hf_subbyte_moe.experts.governor import Governor
@@ -102,7 +103,8 @@ class Decoder:
         self.model(self._token, **{CACHE_KW: self._cache}, use_cache=True)
         _wait(self.model.device)
         seconds = time.perf_counter() - start
-        if self.model.device.type in _FUSED and isinstance(self._cache, EntropySubbyteCache) and not self.fused:
+        due = self.model.device.type in _FUSED and self.model.config.model_type in FUSED_FAMILIES
+        if due and isinstance(self._cache, EntropySubbyteCache) and not self.fused:
             reasons = "; ".join(getattr(self.model.forward, "refused", []))
             raise RuntimeError(f"a step of our cache ran through the model's own modules: {reasons or 'no runner'}")
         return seconds

@@ -45,7 +45,7 @@ from hf_subbyte_moe.routing.fused import FusedRouter, fused_router, router_matri
 
 
 MAX_STEP_ROWS = min(MAX_LINEAR_TOKENS, MAX_EXPERT_TOKENS, MAX_ROUTER_TOKENS)
-_FAMILIES = ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe")
+FUSED_FAMILIES = ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe")  # by ``model_type``
 _BLOCKS = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
 _found: weakref.WeakKeyDictionary[nn.Module, FusedRouter | None] = weakref.WeakKeyDictionary()
 _OWN_HOOKS = "transformers.utils.output_capturing"  # which do nothing unless outputs are asked for
@@ -214,7 +214,7 @@ class FusedStep:
             raise ValueError(f"attention is computed by {model.config._attn_implementation!r}")
         if model.training:
             raise ValueError("the model is in training mode")
-        if model.config.model_type not in _FAMILIES:
+        if model.config.model_type not in FUSED_FAMILIES:
             raise ValueError(f"models of type {model.config.model_type!r} have no fused step")
         base: Any = model.base_model
         self._base, self._head = base, _plain_linear(model.get_output_embeddings())

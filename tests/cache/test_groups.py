@@ -1,5 +1,6 @@
 """Rows that are alike are packed by the calls that one row takes, and every row as if it were alone."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,8 @@ def read(layer: EntropySubbyteLayer, key: Tensor, value: Tensor, queries: Prompt
     """Store a piece of a prompt as our attention function would."""
     layer.update(key, value)
     layer.set_starts(np.array(starts))
-    layer.settle(queries)
+    seen = layer.dequantize() if layer.rows.lengths.any() else None
+    layer.settle(replace(queries, seen=seen))
 
 
 def operations(rows: int, policy: str, codebook: str) -> list[int]:
