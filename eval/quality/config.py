@@ -181,6 +181,12 @@ class PolicyEntry:
             raise _fail(f"{key}.code_bits", budgets, "a number of bits or a list of them")
         return entries
 
+    def to_dict(self) -> dict[str, Any]:
+        """The entry of a config that gives this one alone."""
+        if self.cache is not None:
+            return {"cache": self.cache, **self.options}
+        return {**self.options, **({} if self.code_bits is None else {"code_bits": self.code_bits})}
+
     def cache_options(self, head_dim: int) -> dict[str, Any]:
         """What our cache is made with."""
         if self.code_bits is None:

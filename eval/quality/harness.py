@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,14 @@ def measure(
     return Measured(joined(parts, axis=0), meter.mean(), *packed, *totals)
 
 
+class Keep(Enum):
+    """Rows of an earlier run that are not measured again."""
+
+    NOTHING = "nothing"
+    SAME = "rows of the same commit and size"
+    ALL = "all rows"
+
+
 class Only:
     """Filters ``key=value``: of one key any value will do, of several keys all must fit."""
 
@@ -266,11 +275,11 @@ class Run:
     """
 
     def __init__(
-        self, config: QualityConfig, results: ResultFile, device: str | None, commit: str, only: Only, resume: bool
+        self, config: QualityConfig, results: ResultFile, device: str | None, commit: str, only: Only, keep: Keep
     ) -> None:
         """See ``eval/run.py``."""
         self._config, self._results, self._device = config, results, device
-        self._commit, self._only, self._resume = commit, only, resume
+        self._commit, self._only, self._kept = commit, only, keep
         self.rows: list[Row] = []
         self.dropped: list[Row] = []
         self.skipped: dict[str, str] = {}
@@ -339,9 +348,14 @@ class Run:
     def _measure_cell(self, model: PreTrainedModel, sequences: Sequences, cell: Row) -> None:
         """All policies on the same tokens; nothing but a note where even the exact cache fails."""
         asked = [(entry, {**cell, **entry.identity()}) for entry in self._entries]
-        known = [self._results.find(row) if self._resume else None for _, row in asked]
+        known = [None if self._kept is Keep.NOTHING else self._results.find(row) for _, row in asked]
         size = (self._commit, len(sequences), int(sequences.counted.sum()))
-        done = [row is not None and (row["commit"], row["n"], row["tokens"]) == size for row in known]
+        done = [
+            row is not None and (self._kept is Keep.ALL or (row["commit"], row["n"], row["tokens"]) == size)
+            for row in known
+        ]
+        if self._kept is Keep.ALL and self._results.is_dropped(cell):
+            return
         if all(done):
             self.rows += [row for row in known if row is not None]
             return

@@ -59,6 +59,10 @@ class ResultFile:
         self.dropped = [held for held in self.dropped if cell_of(held) != cell_of(cell)] + [cell]
         self._write()
 
+    def is_dropped(self, cell: Row) -> bool:
+        """Whether an earlier run found that the exact cache fails in a cell."""
+        return any(cell_of(held) == cell_of(cell) for held in self.dropped)
+
     def find(self, wanted: Row) -> Row | None:
         """The row with the same identity."""
         return next((row for row in self.rows if identity(row) == identity(wanted)), None)
