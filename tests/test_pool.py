@@ -1,11 +1,9 @@
 """Commands side by side, and the parts of runs that they measure."""
 
-import importlib.util
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from support.scripts import EVAL, scripts_of
 from support.tokens import letter_tokenizer
 
 
-MODULES = ("pool", "quality.config", "quality.harness", "quality.parts", "quality.rows")
+MODULES = ("pool", "run", "quality.config", "quality.harness", "quality.parts", "quality.rows")
 POLICIES = [{"policy": "uniform:vq2"}, {"code_bits": [2.0, 2.3]}, {"cache": "lloyd-max", "nbits": 4}]
 
 
@@ -25,15 +23,6 @@ POLICIES = [{"policy": "uniform:vq2"}, {"code_bits": [2.0, 2.3]}, {"cache": "llo
 def scripts() -> Iterator[Any]:
     with scripts_of(EVAL, *MODULES) as found:
         yield found
-
-
-def loaded(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"run_of_{name}", EVAL / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def job(pool: Any, folder: Path, name: str, text: str) -> Any:
@@ -122,7 +111,7 @@ def test_two_processes_measure_what_one_does(scripts: Any, tmp_path: Path) -> No
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(loaded("run").main)
+    app.command()(scripts.run.main)
 
     def run(name: str, *more: str) -> list[dict[str, Any]]:
         given = [str(tmp_path / "config.json"), "--texts", str(tmp_path / "texts.jsonl"), "--device", "cpu"]
@@ -150,7 +139,8 @@ def test_two_processes_measure_what_one_does(scripts: Any, tmp_path: Path) -> No
 
 def test_parts_of_lm_eval_runs_are_what_has_no_row() -> None:
     pytest.importorskip("lm_eval")
-    runs = loaded("lm_eval_runs")
+    with scripts_of(EVAL, "lm_eval_runs") as found:
+        runs = found.lm_eval_runs
     config = runs.read_config(EVAL / "configs" / "lm_eval.json")
     every = dict(runs.parts_of(config, [], None))
     count = sum(len(run["lengths"]) * len(run["tasks"]) for run in config["runs"]) * len(config["caches"])
