@@ -9,7 +9,8 @@ How the prompt is read stands in every result, with bytes, speed and ``packed_to
 during which no query met a packed token fails.
 
 Gives up: batches of log-likelihoods whose contexts differ in length, since what is packed when would differ, too; and
-data-parallel runs.
+data-parallel runs. What follows a shorter continuation of a batch is fed, and counts in its bytes and packed tokens. A
+step holds the logits of up to 259 tokens a row, so batches of a large vocabulary take memory.
 """
 
 import json
@@ -347,7 +348,7 @@ class SubByteLM(HFLM):  # type: ignore[misc]
             done += logits.shape[1]
             found.append(logits.log_softmax(-1).gather(2, wanted)[:, :, 0])
             right.append(logits.argmax(-1, keepdim=True) == wanted)
-        logs, greedy = torch.cat(found, dim=1).cpu(), torch.cat(right, dim=1)[:, :, 0].cpu()
+        logs, greedy = torch.cat(found, dim=1).double().cpu(), torch.cat(right, dim=1)[:, :, 0].cpu()
         lengths = [len(continuation) for _, continuation in requests]
         self._usage.prompt_tokens += [prefill + length for length in lengths]
         self._weigh(cache, len(requests))

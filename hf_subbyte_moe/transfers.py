@@ -6,7 +6,7 @@ together, comes while both go on, and is read when it has had the time to come.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -76,7 +76,7 @@ class Answers:
         """Ask for what the current stream need not wait for: on a GPU, it is computed on another one.
 
         Args:
-            *read: large tensors that are read there; they may be dropped before they were.
+            *read: tensors that are read there; they may be dropped before they were.
             keep: holds everything else that is read there, for as long as nobody has read the answers.
         """
         if not read[0].is_cuda:
@@ -96,7 +96,8 @@ class Answers:
             return
         if self._beside is not None:
             self._beside.wait_stream(torch.cuda.current_stream(self._beside.device))
-        with torch.cuda.stream(self._beside):
+        # without one, asking for no stream would still look for a device
+        with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
             together = torch.cat([tensor.float().flatten() for tensor in self._asked])
             self._sent = together.to("cpu", non_blocking=together.is_cuda)  # which means pinned memory
             if together.is_cuda:

@@ -23,6 +23,20 @@ def test_answers_come_by_question_in_their_shapes() -> None:
     assert last()[0] == float(torch.tensor(0.1, dtype=torch.bfloat16))
 
 
+def test_a_cpu_is_asked_for_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even to ask for none looks for a device, which other accelerators do not have."""
+
+    def stream(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    answers = Answers()
+    with answers.beside(torch.zeros(1), keep=None):
+        found = answers.ask(torch.ones(2))
+    answers.send()
+    assert found()[0].tolist() == [1, 1]
+
+
 def test_nothing_asked_is_nothing_answered() -> None:
     answers = Answers()
     found = answers.ask()

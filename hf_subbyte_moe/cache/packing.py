@@ -295,11 +295,15 @@ class PackedRows(StoredRows):
         if not probes and settled and not alike:
             later = np.repeat(self.choices.later(rows)[:, None], more, axis=1)
             return _Measuring(sides, lambda: later)
+        position = int(self.lengths[rows.first]) + positions_on(key.shape[1], key.device)
         place: AbstractContextManager[None] = nullcontext()
         if queries is not None and probes and beside:
-            place = answers.beside(key, value, *region, queries.probe, keep=sides)
+            others = [given for given in (queries.weight, queries.form.sink_logits) if given is not None]
+            place = answers.beside(key, value, *region, queries.probe, position, *others, keep=sides)
         with place:
-            probe = self._probe(rows, key, value, queries, seen) if queries is not None and probes else None
+            probe = None
+            if queries is not None and probes:
+                probe = self._probe(rows, key, value, queries, position, seen)
             chunks, choices = self._chunks(rows, region, more, probe, sides, answers), self.choices
         length = int(self.lengths[rows.first]) + key.shape[1]
         return _Measuring(
@@ -313,11 +317,11 @@ class PackedRows(StoredRows):
         key: Tensor,
         value: Tensor,
         queries: SampledQueries,
+        position: Tensor,
         seen: tuple[Tensor, Tensor] | None,
     ) -> RowProbe:
-        """Sampled queries of some rows' new tokens over everything that they see."""
+        """Sampled queries of some rows' new tokens, at ``[S]`` positions, over everything that they see."""
         held = int(self.lengths[rows.first])
-        position = held + positions_on(key.shape[1], key.device)
         if seen is not None:
             key, value = (states.flatten(0, 1) for states in seen)
             key = self.codecs.balance.divided(key, rows)

@@ -9,7 +9,8 @@ Gives up: all groups of a layer's rows are measured before any is stored, so one
 are held meanwhile, and up to two where rows are padded or a prompt comes in pieces, as these are copied; ranks that
 share heads wait at once. Of a layer that is dropped before it is packed, as by ``generate(max_new_tokens=1)``, the
 numbers stay, and if its keys needed factors, they are told as measured without. Tokens may be packed on another stream
-than their prompt's, if one thread does both; what is packed already is the caller's to wait for, as any tensor is.
+than their prompt's, if one thread does both; what is packed already is the caller's to wait for, as any tensor is. All
+caches of a GPU measure on one stream, which keeps some of its memory for itself.
 """
 
 import warnings

@@ -149,7 +149,8 @@ class _PlacedExperts(_Experts):
     def __call__(self, states: Tensor, stream: Tensor) -> Tensor:
         """As for experts that are there; ``stream`` is what the norm has read."""
         if self.engine.states is not None:
-            self.engine.states.note(self.layer, stream, self._choice)
+            # a block with hooks asks its own router
+            self.engine.states.note(self.layer, stream, None if has_hooks(self.block) else self._choice)
         if has_hooks(self.block):
             made: Tensor = self.block(states[:, None])
             return stream + made[:, 0]
@@ -193,6 +194,10 @@ class _Attention:
         return self.output(attended.reshape(len(states), -1))
 
 
+class NotNowError(ValueError):
+    """A model has no fused step as it is now: it trains, or has hooks that would not be called."""
+
+
 class FusedStep:
     """The single-token forward of one model."""
 
@@ -205,15 +210,15 @@ class FusedStep:
             copies: of attention's projections, to read in their place; None reads the model's own.
 
         Raises:
-            ValueError: it is not built as expected, has hooks that would not be called, or there are too many rows;
-                says how.
+            NotNowError: it trains, or has hooks that would not be called; says where.
+            ValueError: it is not built as expected, or there are too many rows; says how.
         """
         if rows > MAX_STEP_ROWS:
             raise ValueError(f"kernels take up to {MAX_STEP_ROWS} rows, not {rows}")
         if model.config._attn_implementation != ATTENTION_NAME:
             raise ValueError(f"attention is computed by {model.config._attn_implementation!r}")
         if model.training:
-            raise ValueError("the model is in training mode")
+            raise NotNowError("the model is in training mode")
         if model.config.model_type not in FUSED_FAMILIES:
             raise ValueError(f"models of type {model.config.model_type!r} have no fused step")
         base: Any = model.base_model
@@ -237,9 +242,19 @@ class FusedStep:
                 called |= {made.block, made.experts, *made.gate.modules()}
             elif not isinstance(made, _Experts):
                 called |= {*made.modules()}
+        self._watched: list[dict[int, Any]] = []
         for name, module in model.named_modules():
-            if module not in called and has_hooks(module):
-                raise ValueError(f"{name or 'the model'} has forward hooks, which fused kernels would not call")
+            if module in called:
+                continue
+            if has_hooks(module):
+                raise NotNowError(f"{name or 'the model'} has forward hooks, which fused kernels would not call")
+            self._watched += [module._forward_hooks, module._forward_pre_hooks]
+        self._hooks = sum(map(len, self._watched))
+
+    @property
+    def hooks_changed(self) -> bool:
+        """Whether a module that kernels stand for has got or lost a hook since this was made."""
+        return sum(map(len, self._watched)) != self._hooks
 
     def __call__(
         self, steps: CacheSteps, cache: EntropySubbyteCache, input_ids: Tensor, position_ids: Tensor

@@ -115,7 +115,12 @@ class GraphedStep:
         return self._fused is not None and self.steps.keys_are_plain
 
     def fits(self, ids: Tensor, positions: Tensor) -> bool:
-        """Whether a step's tensors have the shapes that this one was made for, and the cache its rows."""
+        """Whether a step's tensors have the shapes that this one was made for, and the cache its rows.
+
+        Without a graph also whether the model still has the hooks that it had.
+        """
+        if self._room is None and self._fused is not None and self._fused.hooks_changed:
+            return False
         same = ids.shape == self._ids.shape and positions.shape == self._positions.shape
         return same and ids.device == self._ids.device and not self.steps.outdated
 

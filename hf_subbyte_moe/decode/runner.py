@@ -19,7 +19,7 @@ from transformers.utils.generic import ModelOutput
 from hf_subbyte_moe.cache import EntropySubbyteCache, FixedAddressError, count_step, steps_obstacle
 from hf_subbyte_moe.compat import CACHE_KW
 from hf_subbyte_moe.config import MODEL_WEIGHTS, DecodeConfig
-from hf_subbyte_moe.decode.fused import FusedStep, PackedProjections, has_hooks
+from hf_subbyte_moe.decode.fused import FusedStep, NotNowError, PackedProjections, has_hooks
 from hf_subbyte_moe.decode.graph import CaptureError, CaptureRoom, GraphedStep
 from hf_subbyte_moe.experts import PlacedExperts
 
@@ -29,6 +29,7 @@ _READ = ("input_ids", "position_ids", CACHE_KW)  # what a step reads
 _NOT_READ = ("attention_mask", "use_cache", "return_dict", "logits_to_keep", "cache_position")
 _GRAPHED = ("cuda",)  # devices that capture
 _UNGRAPHED: tuple[str, ...] = ()  # devices that take the same steps without a graph: tests add the CPU
+_DIVIDED = "the cache stores keys divided by factors"
 _PLACED = "the host decides which of its experts are on the GPU (experts.placement)"
 
 
@@ -159,17 +160,21 @@ class StepRunner:
             if not self.options.fused:
                 raise ValueError("decode.fused is false")
             fused = FusedStep(model, len(ids), self._copies)
-        except ValueError as reason:  # and without them a step gains nothing
-            self._obstacles[cache] = f"{_PLACED}, and {reason}"
-            raise _RefusedError(self._obstacles[cache]) from None
+        except ValueError as reason:
+            obstacle = f"{_PLACED}, and {reason}"
+            if not isinstance(reason, NotNowError):
+                self._obstacles[cache] = obstacle
+            raise _RefusedError(obstacle) from None
         return GraphedStep(cache, ids, positions, None, fused)
 
     def _say_how(self, steps: GraphedStep, placed: bool) -> None:
         """How a cache's steps are computed, which its first one shows."""
-        if steps.has_kernels and not steps.is_fused:
-            self._say_unfused("the cache stores keys divided by factors")
+        divided = steps.has_kernels and not steps.is_fused
+        if divided:
+            self._say_unfused(_DIVIDED)
         if placed:
-            self._say_ungraphed(_PLACED, ", through fused kernels" if steps.is_fused else "")
+            reason, how = (f"{_PLACED}, and {_DIVIDED}", "") if divided else (_PLACED, ", through fused kernels")
+            self._say_ungraphed(reason, how)
 
     def _say_unfused(self, reason: str) -> None:
         level = logging.INFO if self._copies is None else logging.WARNING

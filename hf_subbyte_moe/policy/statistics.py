@@ -144,7 +144,7 @@ def sample_positions(queries: int) -> Tensor:
     return positions
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def positions_on(queries: int, device: torch.device) -> Tensor:
     """:func:`sample_positions` on a device, uploaded once for all layers; never write to it."""

@@ -211,6 +211,22 @@ def test_hooks_that_would_not_be_called_are_an_obstacle(caplog: pytest.LogCaptur
     assert model.forward.graphed(cache).is_fused
 
 
+def test_hooks_may_come_and_go_between_steps() -> None:
+    model = resident("mixtral")
+    placed(model, 6)
+    calls: list[int] = []
+    cache = filled(model, prompt(60))
+    taken(model, cache, prompt(2, seed=1))
+    assert model.forward.graphed(cache).is_fused
+    hook = model.model.layers[1].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    taken(model, cache, prompt(3, seed=2))
+    assert len(calls) == 3
+    hook.remove()
+    taken(model, cache, prompt(2, seed=3))
+    assert len(calls) == 3
+    assert model.forward.graphed(cache).is_fused
+
+
 class BrokenLink(DirectLink):
     """Every copy fails, as soon as it is told to."""
 

@@ -226,6 +226,15 @@ def test_where_experts_lie_does_not_matter(name: str, tokens: int) -> None:
     assert torch.equal(expert_mlp(*given, *moved, slots=slots, backend=name), expected)
 
 
+def test_a_token_does_not_know_its_neighbours() -> None:
+    call = expert_call(layout("model", 64, 64, torch.float16), experts=8, top_k=3, tokens=6)
+    given = (call.hidden, call.expert_ids, call.expert_weights)
+    together = expert_mlp(*given, call.gate_up, call.down, backend="torch")
+    for order in (torch.arange(5, -1, -1), torch.tensor([3, 0, 5, 1, 4, 2])):
+        moved = expert_mlp(*(part[order.to(DEVICE)] for part in given), call.gate_up, call.down, backend="torch")
+        assert torch.equal(moved, together[order.to(DEVICE)])
+
+
 def test_fp32_states_have_the_portable_kernel() -> None:
     call = expert_call(layout("model", 24, 16, torch.float32), tokens=2)
     check(KERNELS["triton"], call, 1e-6)

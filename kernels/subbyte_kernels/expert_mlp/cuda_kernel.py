@@ -170,7 +170,7 @@ def _kernel(variant: Variant) -> nvrtc.Kernel:
 
 @lru_cache(maxsize=256)
 def _launches(
-    shape: _Shape, configs: tuple[CudaConfig, CudaConfig] | None
+    shape: _Shape, configs: tuple[CudaConfig, CudaConfig]
 ) -> list[tuple[nvrtc.Kernel, tuple[int, int, int]]]:
     """The kernels and grids of gate_up and down, looked up once: finding them takes longer than launching them.
 
@@ -178,10 +178,6 @@ def _launches(
         ValueError: one configuration is for integers and the other is not, or the call is not for them.
     """
     device, layout, tokens = shape[0], shape[1], shape[5]
-    if configs is None:
-        assert device is not None  # obstacle: on a CPU
-        bucket = bucket_of(tokens)
-        configs = choose_config(device, layout, bucket, False), choose_config(device, layout, bucket, True)
     if any(config.fixed for config in configs):
         fits = tokens == 1 and layout.format is ExpertFormat.INT4
         if not fits or not all(config.fixed for config in configs):
@@ -224,6 +220,9 @@ def expert_mlp_cuda(
         workspace = torch.empty(size, dtype=torch.uint8, device=hidden.device)
     if workspace.nbytes < size:
         raise ValueError(f"workspace has {workspace.nbytes:,} bytes, the call needs {size:,}")
+    if configs is None:
+        bucket = bucket_of(tokens)
+        configs = choose_config(device, call.layout, bucket, False), choose_config(device, call.layout, bucket, True)
     launches = _launches(_shape_of(call), configs)
     ids, weights = call.expert_ids.contiguous(), call.expert_weights.contiguous()
     residual = None if call.residual is None else call.residual.contiguous()

@@ -81,13 +81,12 @@ def expert_mlp_reference(call: ExpertCall) -> Tensor:
     hidden, ids = call.hidden.float(), call.expert_ids.long()
     output = torch.zeros_like(hidden) if call.residual is None else call.residual.float()
     known = (ids >= 0) & (ids < call.experts)
-    slots = ids if call.slots is None else call.slots.long()[ids.clamp(0, call.experts - 1)]
-    slots = torch.where(known, slots, -1)
     weights = call.expert_weights.float()
-    for slot in dict.fromkeys(slots.flatten().tolist()):
+    for expert in ids[known].unique().tolist():  # by number: where experts lie, and who else chose them, is no matter
+        slot = expert if call.slots is None else int(call.slots[expert])
         if slot < 0:
             continue
-        weight = torch.where(slots == slot, weights, 0).sum(-1)
+        weight = torch.where(ids == expert, weights, 0).sum(-1)
         gate_up, down = call.layout.unpack(call.gate_up[slot : slot + 1], call.down[slot : slot + 1])
         output = output + _expert(hidden, gate_up[0], down[0], weight, call.activation)
     if call.shared is not None:
